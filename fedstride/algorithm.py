@@ -1,0 +1,170 @@
+"""The contract of a method, and the registry.
+
+A method is one frozen dataclass in one file: what travels, what a client does, how the server combines. State goes in
+and comes out as NamedTuples; nothing is kept on `self`. Client code sees a cohort at once: `[C, d]` matrices with a
+row a client, `[C, 1]` columns for per-client scalars, `[1, d]` for what all share.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from fedstride.clients import Fleet
+from fedstride.errors import FedstrideError
+from fedstride.replies import Replies
+from fedstride.sampling import Jobs
+from fedstride.train import Work
+
+LOCAL_OPTIONS = frozenset({"momentum", "weight_decay", "clip"})
+
+
+class Params(NamedTuple):
+    """State or message of a method that knows nothing but the model."""
+
+    x: Tensor
+
+
+class Delta(NamedTuple):
+    """Upload of a method that sends nothing but its displacement, local minus server."""
+
+    dx: Tensor
+
+
+class Exchange(NamedTuple):
+    """One message down and one reply up; a round is one or more of them with the same cohort."""
+
+    message: Callable[[Any], Any]
+    client: Callable[[Work, Any, Any], tuple[Any, Any]]
+    server: Callable[[Any, Replies], Any]
+    name: str = "train"  # part of the key of every random draw
+    audience: Callable[[Any, Jobs], np.ndarray] | None = None  # which of the cohort are asked; None: all
+
+
+class Algorithm:
+    """What every method gives. Fields of the dataclass are its hyper-parameters; the rest is declared here."""
+
+    name: ClassVar[str] = ""  # set by `register`
+    weights: ClassVar[str] = "data"  # the method's own fleet weights
+    full_only: ClassVar[bool] = False  # needs everyone in every round
+    assigns: ClassVar[bool] = False  # decides the clients' steps itself, by `assign`
+    pooled: ClassVar[bool] = False  # not federated: one client holds all data and nothing travels
+    local_options: ClassVar[frozenset[str]] = LOCAL_OPTIONS  # which local-optimiser options leave the method itself
+
+    def __new__(cls, *_: Any, **options: Any) -> "Algorithm":
+        """Refuse unknown options in words."""
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for option in options:
+            if option not in known:
+                raise FedstrideError(f"{cls.name} has no option {option!r}; it has {', '.join(known) or 'none'}")
+        return super().__new__(cls)
+
+    @property
+    def exact(self) -> bool:
+        """Whether exact gradients and a fixed step lead to the optimum of the weighted objective."""
+        return False
+
+    @property
+    def exact_partial(self) -> bool:
+        """Whether that holds with part of the fleet in a round, too."""
+        return self.exact and not self.full_only
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether `server` needs every client's own vectors, not only their weighted sums."""
+        return False
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Vectors of model size a participant receives and sends in a round."""
+        return (1, 1)
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The exchanges of one round."""
+        return (Exchange(self.message, self.client, self.server),)
+
+    @property
+    def prologue(self) -> tuple[Exchange, ...]:
+        """Exchanges with the whole fleet before the first round."""
+        return ()
+
+    def init(self, x: Tensor, fleet: Fleet) -> Any:
+        """Server state for the starting point; a NamedTuple with a field `x`."""
+        return Params(x)
+
+    def init_client(self, x: Tensor) -> Any:
+        """What one client remembers before its first job; `()` for nothing."""
+        return ()
+
+    def message(self, state: Any) -> Any:
+        """What travels down."""
+        return Params(state.x)
+
+    def client(self, work: Work, msg: Any, memory: Any) -> tuple[Any, Any]:
+        """Local work of a cohort; returns the upload and the memory that counts once the upload was used."""
+        raise NotImplementedError
+
+    def server(self, state: Any, replies: Replies) -> Any:
+        """The next server state."""
+        raise NotImplementedError
+
+    def assign(self, state: Any, clients: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Steps for these clients, where the method `assigns` them."""
+        raise NotImplementedError
+
+    def model(self, state: Any) -> Tensor:
+        """The global model to evaluate and to hand out."""
+        return state.x
+
+    def report(self, state: Any) -> dict[str, Any]:
+        """Diagnostics for this round's row."""
+        return {}
+
+
+REGISTRY: dict[str, type[Algorithm]] = {}
+
+
+def register(name: str) -> Callable[[type], type]:
+    """Class decorator: make a frozen dataclass of it and enter it in the registry."""
+
+    def enter(cls: type) -> type:
+        cls = dataclasses.dataclass(frozen=True)(cls)
+        cls.name = name  # type: ignore[attr-defined]
+        REGISTRY[name] = cls
+        return cls
+
+    return enter
+
+
+def names() -> list[str]:
+    """All registered methods."""
+    return sorted(REGISTRY)
+
+
+def make(name: str, **options: Any) -> Algorithm:
+    """A method by its registry name."""
+    if name not in REGISTRY:
+        near = difflib.get_close_matches(name, REGISTRY, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise FedstrideError(f"unknown method {name!r}{hint} Choose from {', '.join(names())}")
+    return REGISTRY[name](**options)
+
+
+def check_choice(method: Algorithm, field: str, choices: tuple[str, ...]) -> None:
+    """Refuse a field that is not one of the choices."""
+    value = getattr(method, field)
+    if value not in choices:
+        raise FedstrideError(f"{method.name}: {field} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def check_number(method: Algorithm, field: str, low: float = 0.0, high: float = float("inf"), open: bool = False) -> None:
+    """Refuse a number outside [low, high], or outside (low, high) if `open`."""
+    value = getattr(method, field)
+    inside = isinstance(value, (int, float)) and (low < value < high if open else low <= value <= high)
+    if not inside:
+        bounds = f"({low:g}, {high:g})" if open else f"[{low:g}, {high:g}]"
+        raise FedstrideError(f"{method.name}: {field} must be a number in {bounds}, not {value!r}")

@@ -1,0 +1,170 @@
+"""FedaGrac."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, zeros_like
+
+from fedstride.algorithm import Algorithm, Delta, Exchange, check_choice, register
+from fedstride.errors import FedstrideError
+
+SENDS_FIRST = {"std": (False, True), "avg": (False, False), "first": (True, True), "reverse": (True, False)}
+
+
+class State(NamedTuple):
+    x: Tensor
+    nu: Tensor  # global reference
+    mean_steps: Tensor  # Kbar of the round
+
+
+class Message(NamedTuple):
+    x: Tensor
+    nu: Tensor
+
+
+class Limit(NamedTuple):
+    mean_steps: Tensor
+
+
+class Memory(NamedTuple):
+    nu: Tensor  # local reference nu_i
+    first: Tensor  # first gradient of the round
+    sent: Tensor  # v_i as last sent
+
+
+class Carry(NamedTuple):
+    k: Tensor
+    first: Tensor
+    total: Tensor
+
+
+class Reference(NamedTuple):
+    v: Tensor
+
+
+def calibration_at(calibration, round):
+    """The calibration rate of every entry of `round`: a constant, or the last stage that has begun."""
+    stages = calibration if isinstance(calibration, (tuple, list)) else ((0, calibration),)
+    value = torch.zeros_like(round, dtype=torch.float64)
+    for first, level in stages:
+        value = torch.where(round >= first, float(level), value)
+    return value
+
+
+def check_calibration(method):
+    """Refuse what is neither a number nor stages."""
+    try:
+        calibration_at(method.calibration, torch.ones(1))
+    except (TypeError, ValueError):
+        raise FedstrideError(
+            f"{method.name}: calibration must be a number or stages ((first round, value), ...), "
+            f"not {method.calibration!r}"
+        ) from None
+
+
+def sends_first(mode, steps, mean_steps):
+    """Who sends the first gradient; K_i = Kbar is slow, whatever the rounding of the mean."""
+    slow, fast = SENDS_FIRST[mode]
+    return torch.where(steps > mean_steps * (1 + 1e-9), fast, slow)
+
+
+def calibrated(work, x, shift):
+    """Local steps along g + shift; returns y, the mean of the raw gradients, and the first of them."""
+
+    def direction(g, y, carry, shift):
+        first = torch.where(carry.k == 0, g, carry.first)
+        return g + shift, Carry(carry.k + 1, first, carry.total.add_(g))
+
+    y, carry = work.descend(x, direction, rows=(shift,), carry=Carry(work.column(), work.zeros(x), work.zeros(x)))
+    return y, carry.total / work.steps, carry.first
+
+
+@register("fedagrac")
+class FedaGrac(Algorithm):
+    """Calibrated local steps: a predicted direction keeps fast and slow clients on one course.
+
+    Paper: Wu et al., "From deterioration to acceleration: a calibration approach to rehabilitating step asynchronism
+    in federated optimization", IEEE TPDS 2023, Algorithm 1.
+
+    Rule: `y <- y - lr (g_i(y) + calibration (nu - nu_i))`, K_i steps; `nu_i <- avg`, the mean of the raw gradients.
+    Server: `x <- mean(y_i)`, `nu <- mean(v_i)`; v_i is the first gradient of a fast client (K_i > Kbar = mean K_i) and
+    avg of a slow one. `mode`: "std" is this rule, "avg" sends avg always (SCAFFOLD-like), "first" the first gradient
+    always, "reverse" the opposite of "std". `calibration`: a number, or stages ((1, 0.1), (51, 0.5), (151, 1.0)) of
+    first round and value.
+
+    Options: `start` "full_grad" (paper: a prologue collects full gradients) or "zeros" (the authors' code). `nu_scope`
+    "participants" (the authors' code), or "all": absent clients count with their last v_i. `local_ref` "avg" (line 11)
+    or "sent" (Eq. 4).
+
+    Deviations: K_i = Kbar counts as slow, with a tolerance of 1e-9 for rounding. Fewer steps than planned: actual K_i.
+
+    Limits: calibration 0 is FedAvg; "avg" with calibration 1, zeros and uniform weights is SCAFFOLD II. Exact at
+    calibration 1, with part of the fleet only for nu_scope "all".
+    """
+
+    local_options = frozenset({"weight_decay", "clip"})
+    calibration: float | tuple = 1.0  # lambda
+    mode: str = "std"
+    start: str = "full_grad"
+    nu_scope: str = "participants"
+    local_ref: str = "avg"
+
+    def __post_init__(self):
+        check_choice(self, "mode", tuple(SENDS_FIRST))
+        check_choice(self, "start", ("full_grad", "zeros"))
+        check_choice(self, "nu_scope", ("participants", "all"))
+        check_choice(self, "local_ref", ("avg", "sent"))
+        check_calibration(self)
+
+    @property
+    def exact(self):
+        return float(calibration_at(self.calibration, torch.tensor(1e9))) == 1
+
+    @property
+    def exact_partial(self):
+        return self.exact and self.nu_scope == "all"
+
+    @property
+    def traffic(self):
+        return (2, 2)
+
+    @property
+    def prologue(self):
+        return (Exchange(self.message, self.begin, self.combine, "begin"),) if self.start == "full_grad" else ()
+
+    @property
+    def exchanges(self):
+        return (
+            Exchange(self.message, self.client, self.server),
+            Exchange(lambda state: Limit(state.mean_steps), self.reference, self.combine, "reference"),
+        )
+
+    def init(self, x, fleet):
+        return State(x, zeros_like(x), x.new_zeros(()))
+
+    def init_client(self, x):
+        return Memory(*(zeros_like(x) for _ in range(3)))
+
+    def message(self, state):
+        return Message(state.x, state.nu)
+
+    def begin(self, work, msg, memory):
+        g = work.gradient(msg.x)
+        return Reference(g), Memory(g, g, g)
+
+    def client(self, work, msg, memory):
+        shift = calibration_at(self.calibration, work.round).to(msg.x.dtype) * (msg.nu - memory.nu)
+        y, avg, first = calibrated(work, msg.x, shift)
+        return Delta(y - msg.x), Memory(avg, first, memory.sent)
+
+    def server(self, state, replies):
+        return State(state.x + replies.mean("dx"), state.nu, replies.mean("steps"))
+
+    def reference(self, work, msg, memory):
+        v = torch.where(sends_first(self.mode, work.steps, msg.mean_steps), memory.first, memory.nu)
+        upload = v - memory.sent if self.nu_scope == "all" else v
+        return Reference(upload), Memory(v if self.local_ref == "sent" else memory.nu, memory.first, v)
+
+    def combine(self, state, replies):
+        nu = state.nu + replies.total("v") if self.nu_scope == "all" else replies.mean("v")
+        return state._replace(nu=nu)

@@ -1,0 +1,124 @@
+"""FedaGrac with the paper's saving of uploads."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, zeros_like
+
+from fedstride.algorithm import Algorithm, Delta, Exchange, check_choice, register
+from fedstride.algorithms.fedagrac import (
+    SENDS_FIRST,
+    Message,
+    Reference,
+    calibrated,
+    calibration_at,
+    check_calibration,
+    sends_first,
+)
+
+
+class State(NamedTuple):
+    x: Tensor
+    nu: Tensor
+    mean_steps: Tensor
+    weights: Tensor  # [N]
+    local: Tensor  # [N, d]: everybody's nu_i
+    sent: Tensor  # [N, d]: everybody's last v_i
+
+
+class Memory(NamedTuple):
+    nu: Tensor
+    first: Tensor
+
+
+def _with_rows(table, clients, rows):
+    return table.index_copy(0, clients, rows)
+
+
+@register("fedagrac-saving")
+class FedaGracSaving(Algorithm):
+    """FedaGrac in which the server recomputes what slow clients would upload.
+
+    Paper: as FedaGrac; Section 4's remark on communication.
+
+    Rule: the server keeps every nu_i and gets avg itself, `avg = (x - y) / (lr K_i) - calibration (nu - nu_i)`; the
+    second exchange goes only to clients that owe a first gradient (the fast ones in mode "std", nobody in mode "avg").
+
+    Deviations: nu always sums over everybody's last v_i, which the server has anyway: `nu_scope="all"` of FedaGrac. The
+    same trajectory as that to rounding. The server needs 2 N vectors of memory.
+    """
+
+    local_options = frozenset({"weight_decay", "clip"})
+    calibration: float | tuple = 1.0  # lambda
+    mode: str = "std"
+    start: str = "full_grad"
+
+    def __post_init__(self):
+        check_choice(self, "mode", tuple(SENDS_FIRST))
+        check_choice(self, "start", ("full_grad", "zeros"))
+        check_calibration(self)
+
+    @property
+    def exact(self):
+        return float(calibration_at(self.calibration, torch.tensor(1e9))) == 1
+
+    @property
+    def needs_rows(self):
+        return True
+
+    @property
+    def traffic(self):  # at most: slow clients in mode "std" send one vector
+        return (2, 2)
+
+    @property
+    def prologue(self):
+        return (Exchange(self.message, self.begin, self.begun, "begin"),) if self.start == "full_grad" else ()
+
+    @property
+    def exchanges(self):
+        return (
+            Exchange(self.message, self.client, self.server),
+            Exchange(lambda state: (), self.reference, self.combine, "reference", self.owes),
+        )
+
+    def init(self, x, fleet):
+        table = x.new_zeros(fleet.count, len(x))
+        return State(x, zeros_like(x), x.new_zeros(()), fleet.weights, table, table)
+
+    def init_client(self, x):
+        return Memory(zeros_like(x), zeros_like(x))
+
+    def message(self, state):
+        return Message(state.x, state.nu)
+
+    def begin(self, work, msg, memory):
+        g = work.gradient(msg.x)
+        return Reference(g), Memory(g, g)
+
+    def begun(self, state, replies):
+        return self.combine(state._replace(local=_with_rows(state.local, replies.clients, replies.rows("v"))), replies)
+
+    def client(self, work, msg, memory):
+        shift = calibration_at(self.calibration, work.round).to(msg.x.dtype) * (msg.nu - memory.nu)
+        y, avg, first = calibrated(work, msg.x, shift)
+        return Delta(y - msg.x), Memory(avg, first)
+
+    def server(self, state, replies):
+        who, steps, dtype = replies.clients, replies.each("steps"), state.x.dtype
+        reach = (steps * replies.each("lr")).to(dtype)[:, None]
+        rate = calibration_at(self.calibration, replies.each("round")).to(dtype)[:, None]
+        avg = -replies.rows("dx") / reach - rate * (state.nu - state.local[who])
+        later = sends_first(self.mode, steps, replies.mean("steps"))[:, None]
+        sent = _with_rows(state.sent, who, torch.where(later, state.sent[who], avg))
+        nu, local = state.weights @ sent, _with_rows(state.local, who, avg)
+        return State(state.x + replies.mean("dx"), nu, replies.mean("steps"), state.weights, local, sent)
+
+    def owes(self, state, jobs):
+        return sends_first(self.mode, torch.as_tensor(jobs.steps), state.mean_steps.cpu()).numpy()
+
+    def reference(self, work, msg, memory):
+        return Reference(memory.first), memory
+
+    def combine(self, state, replies):
+        sent = _with_rows(state.sent, replies.clients, replies.rows("v"))
+        return state._replace(nu=state.weights @ sent, sent=sent)

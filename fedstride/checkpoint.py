@@ -1,0 +1,178 @@
+"""Runs on disk: `run.json` describes the run and names the tensor file that belongs to it, with its checksum.
+
+Files appear whole or not at all (temporary file, fsync, rename). `run.json` is written last, so a crash at any moment
+leaves either the old run or the new one. Vectors are safetensors; nothing is ever pickled. Rows are appended to
+`rows.jsonl` as they come; `run.json` says how many of them belong to the checkpoint.
+"""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fedstride.engine import Run
+from fedstride.errors import FedstrideError
+from fedstride.memory import Memories
+
+FORMAT = 1
+BUDGET = 20  # a checkpoint is due when this many times its own duration has passed: at most 5 % of a run
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it appears complete or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def flatten(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Move the tensors out of nested NamedTuples and leave a JSON skeleton."""
+    if isinstance(value, Tensor):
+        tensors[prefix] = value.detach().cpu().contiguous()
+        return {"tensor": prefix}
+    if isinstance(value, tuple):
+        return {"tuple": [flatten(f"{prefix}.{i}", part, tensors) for i, part in enumerate(value)]}
+    return {"value": value}
+
+
+def restore(skeleton: dict, like: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
+    """Undo `flatten`, with the types of a freshly made state."""
+    if "tensor" in skeleton:
+        return tensors[skeleton["tensor"]].to(device)
+    if "tuple" in skeleton:
+        parts = [restore(part, old, tensors, device) for part, old in zip(skeleton["tuple"], like)]
+        return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+    return skeleton["value"]
+
+
+class Folder:
+    """The folder of one run."""
+
+    def __init__(self, path: str | os.PathLike, identity: dict[str, Any], resume: bool):
+        self.path = Path(path)
+        self.identity = identity
+        self._saved_at = 0.0
+        self._cost = 0.0
+        self._stored: dict | None = None
+        if (self.path / "run.json").exists():
+            self._stored = self._read()
+            if not resume:
+                raise FedstrideError(
+                    f"{self.path} already holds a run ({self._stored['identity'].get('method')}, round "
+                    f"{self._stored['round']}); pass resume=True to go on with it, or choose another folder"
+                )
+            self._check_identity()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FedstrideError(f"cannot create the folder {self.path}: {error.strerror}") from None
+
+    def _read(self) -> dict:
+        path = self.path / "run.json"
+        try:
+            stored = json.loads(path.read_text())
+            body, checksum = stored["run"], stored["sha256"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise FedstrideError(f"{path} is damaged; delete the folder to start again, or restore it from a copy") from None
+        if hashlib.sha256(json.dumps(body).encode()).hexdigest() != checksum:
+            raise FedstrideError(f"{path} does not match its checksum; the checkpoint is damaged")
+        if body["format"] != FORMAT:
+            raise FedstrideError(f"{path} has format {body['format']}; this version of fedstride reads format {FORMAT}")
+        return body
+
+    def _check_identity(self) -> None:
+        assert self._stored is not None
+        for key, mine in json.loads(json.dumps(self.identity)).items():
+            theirs = self._stored["identity"].get(key)
+            if theirs != mine:
+                raise FedstrideError(
+                    f"the checkpoint in {self.path} is of another run: its {key} is {_short(theirs)}, "
+                    f"this run's is {_short(mine)}"
+                )
+
+    @property
+    def setup(self) -> dict[str, Any]:
+        """What a stored run remembers of its set-up; empty if nothing is stored."""
+        return self._stored["setup"] if self._stored else {}
+
+    def load(self, run: Run, memories: Memories) -> None:
+        """Put the stored run, if there is one, into a fresh one."""
+        stored = self._stored
+        if stored is None:
+            return
+        path = self.path / stored["tensors"]
+        try:
+            data = path.read_bytes()
+        except OSError:
+            raise FedstrideError(f"the checkpoint in {self.path} is incomplete: {path.name} is missing") from None
+        if hashlib.sha256(data).hexdigest() != stored["tensors_sha256"]:
+            raise FedstrideError(f"{path} does not match its checksum; the checkpoint is damaged")
+        tensors = safetensors.torch.load(data)
+        run.state = restore(stored["state"], run.state, tensors, run.state.x.device)
+        run.round, run.seconds, run.status = stored["round"], stored["seconds"], stored["status"]
+        rows_path = self.path / "rows.jsonl"
+        lines = rows_path.read_text().splitlines(keepends=True)[: stored["rows"]] if stored["rows"] else []
+        try:
+            run.rows = [json.loads(line) for line in lines]
+        except ValueError:
+            run.rows = []
+        if len(run.rows) != stored["rows"]:
+            raise FedstrideError(f"{rows_path} is damaged: {stored['rows']} rows belong to the checkpoint")
+        write_whole(rows_path, "".join(lines).encode())  # rows after the checkpoint will be written again
+        memories.load(
+            stored["clients"],
+            {name[7:]: value for name, value in tensors.items() if name.startswith("memory.")},
+        )
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row to the table on disk."""
+        with open(self.path / "rows.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        return time.monotonic() - self._saved_at > BUDGET * self._cost
+
+    def save(self, run: Run, memories: Memories, setup: dict[str, Any]) -> None:
+        """Write a checkpoint and remove the one before."""
+        start = time.monotonic()
+        tensors: dict[str, Tensor] = {}
+        state = flatten("state", run.state, tensors)
+        clients, tables = memories.dump()
+        tensors |= {f"memory.{name}": table.cpu().contiguous() for name, table in tables.items()}
+        data = safetensors.torch.save({name: value.clone() for name, value in tensors.items()})
+        name = f"tensors-{run.round:06d}-{run.status}.safetensors"
+        body = {
+            "format": FORMAT, "identity": self.identity, "setup": setup,
+            "round": run.round, "seconds": run.seconds, "status": run.status, "rows": len(run.rows),
+            "state": state, "clients": clients, "tensors": name, "tensors_sha256": hashlib.sha256(data).hexdigest(),
+        }  # fmt: skip
+        body = json.loads(json.dumps(body))
+        write_whole(self.path / name, data)
+        checksum = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+        write_whole(self.path / "run.json", json.dumps({"run": body, "sha256": checksum}).encode())
+        for old in self.path.glob("tensors-*.safetensors"):
+            if old.name != name:
+                old.unlink()
+        self._saved_at = time.monotonic()
+        self._cost = self._saved_at - start
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,181 @@
+"""The one loop: a round is a cohort and the exchanges of the method with it.
+
+A run is data: server state, client memories, counters and rows; saving and resuming need nothing from any method.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstride.algorithm import Algorithm, Exchange
+from fedstride.clients import Fleet
+from fedstride.errors import FedstrideError
+from fedstride.keys import generator
+from fedstride.participation import Cohort, Full, Participation
+from fedstride.replies import Replies
+from fedstride.sampling import Jobs
+from fedstride.steps import Steps
+
+Rate = Callable[[int], Any]  # round, counted from 1 -> a learning rate, or one a client
+
+
+class Answers(NamedTuple):
+    """Replies of some clients to one exchange."""
+
+    jobs: Jobs
+    upload: Any  # NamedTuple of [C, d] and [C, 1] tensors
+    memory: Any  # what they will remember if the upload is used
+    train_loss: Tensor | None  # [C], if they trained
+
+
+class Transport(Protocol):
+    """How a job reaches a client and a reply comes back."""
+
+    def ask(self, exchange: Exchange, message: Any, jobs: Jobs) -> Iterator[Answers]:
+        """Send the message to the clients of the jobs; yield replies in any grouping, some perhaps never."""
+
+    def keep(self, answers: Answers, used: np.ndarray) -> None:
+        """Tell the clients which uploads were used, so that their memories count."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of a run."""
+
+    algorithm: Algorithm
+    fleet: Fleet
+    participation: Participation
+    steps: Steps
+    lr: Rate
+    epoch: Callable[[np.ndarray], np.ndarray]  # clients -> steps in one local pass
+    rounds: int
+    seed: int
+    every: int
+    evaluate: Callable[[Tensor], dict]
+    stop: Callable[[dict], bool] | None = None
+
+
+@dataclass
+class Run:
+    """Everything a run is, but for the clients' memories."""
+
+    state: Any
+    round: int = 0  # server updates so far
+    seconds: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    status: str = "running"  # running, finished, stopped (target reached), diverged
+
+
+def play(run: Run, plan: Plan, transport: Transport, after: Callable[[Run], None]) -> None:
+    """Run until the last round, the target, or divergence; `after` sees the run at the end of every round."""
+    algorithm, weights = plan.algorithm, plan.fleet.weights.double().cpu().numpy()
+    if run.round == 0 and algorithm.prologue and not run.rows:
+        everyone = Full().draw(generator(plan.seed), weights, 0)
+        _round(run, plan, transport, everyone, Full(), algorithm.prologue, 0)
+        after(run)
+    while run.status == "running" and run.round < plan.rounds:
+        number = run.round + 1
+        cohort = plan.participation.draw(generator(plan.seed, "cohort", number), weights, number)
+        _round(run, plan, transport, cohort, plan.participation, algorithm.exchanges, number)
+        after(run)
+    if run.status == "running":
+        run.status = "finished"
+
+
+def _round(
+    run: Run,
+    plan: Plan,
+    transport: Transport,
+    cohort: Cohort,
+    participation: Participation,
+    exchanges: tuple[Exchange, ...],
+    number: int,
+) -> None:
+    jobs = _jobs(run, plan, cohort, number)
+    row: dict[str, Any] = {"round": number, "seconds": run.seconds, "clients": 0, "steps": 0}
+    row |= {"bytes_up": 0, "bytes_down": 0, "rejected": 0}
+    for exchange in exchanges:
+        jobs = _exchange(run, plan, transport, exchange, participation, jobs, row)
+        if not torch.isfinite(plan.algorithm.model(run.state)).all():
+            run.status = "diverged"
+        if run.status == "diverged":
+            break
+    run.round = number
+    row |= plan.algorithm.report(run.state)
+    if run.status != "diverged" and (number % plan.every == 0 or number == plan.rounds):
+        row |= plan.evaluate(plan.algorithm.model(run.state))
+    run.rows.append(row)
+    if run.status == "running" and plan.stop is not None and plan.stop(row):
+        run.status = "stopped"
+
+
+def _exchange(
+    run: Run, plan: Plan, transport: Transport, exchange: Exchange, participation: Participation, jobs: Jobs, row: dict
+) -> Jobs:
+    """One exchange; returns the jobs of those whose reply was used: who failed it sits out the rest of the round."""
+    message = exchange.message(run.state)
+    asked = jobs if exchange.audience is None else jobs.take(exchange.audience(run.state, jobs))
+    asked = asked.take(asked.steps > 0)  # zero steps: the client does not answer
+    if not plan.algorithm.pooled:
+        row["bytes_down"] += traffic(message) * len(asked.clients)
+    replies = Replies(plan.fleet.weights, participation.by_weight, plan.algorithm.needs_rows)
+    used_clients, losses, rejected = [], [], 0
+    for answers in transport.ask(exchange, message, asked) if len(asked.clients) else ():
+        used = finite(answers.upload, len(answers.jobs.clients))
+        rejected += int((~used).sum())
+        if not plan.algorithm.pooled:
+            row["bytes_up"] += traffic(answers.upload)
+        transport.keep(answers, used)
+        if answers.train_loss is not None:
+            row["steps"] += int(answers.jobs.steps.sum())
+            losses.append(answers.train_loss[torch.as_tensor(used)])
+        if not used.all():
+            mask = torch.as_tensor(used, device=plan.fleet.weights.device)
+            upload = type(answers.upload)(*(value[mask] for value in answers.upload))
+            answers = answers._replace(jobs=answers.jobs.take(used), upload=upload)
+        if used.any():
+            replies.add(answers.jobs, answers.upload)
+            used_clients.append(answers.jobs.clients)
+    row["rejected"] += rejected
+    if losses and len(replies):
+        row["local_loss"] = float((replies.factors * torch.cat(losses)).sum())
+    if len(replies):
+        row["clients"] = max(row["clients"], len(replies))
+        run.state = exchange.server(run.state, replies)
+    elif rejected:
+        run.status = "diverged"
+    if exchange.audience is not None:  # those who were not asked did not fail
+        return jobs
+    return jobs.take(np.isin(jobs.clients, np.concatenate(used_clients) if used_clients else []))
+
+
+def _jobs(run: Run, plan: Plan, cohort: Cohort, number: int) -> Jobs:
+    clients = cohort.clients
+    if plan.algorithm.assigns and number > 0:
+        rng = generator(plan.seed, "assign", number)
+        targets = done = np.asarray(plan.algorithm.assign(run.state, clients, rng), dtype=np.int64)
+    else:
+        targets, done = plan.steps.draw(clients, max(1, number), plan.epoch(clients), plan.seed)
+    rates = np.asarray(plan.lr(max(1, number)), dtype=np.float64)
+    if not np.isfinite(rates).all() or (rates <= 0).any():
+        raise FedstrideError(f"lr must be positive; in round {number} it is {rates.tolist()}")
+    lr = np.broadcast_to(rates, (plan.fleet.count,))[clients]
+    versions = np.full(len(clients), max(0, number - 1))
+    return Jobs(clients, versions, np.zeros_like(versions), targets, done, lr, cohort.times)
+
+
+def traffic(fields: Any) -> int:
+    """Bytes of the tensors in a message or upload."""
+    return sum(value.numel() * value.element_size() for value in fields or () if isinstance(value, Tensor))
+
+
+def finite(upload: Any, count: int) -> np.ndarray:
+    """[C]: whose upload has only finite numbers. A row's sum is not finite if any of its entries is not."""
+    good = torch.ones(count, dtype=torch.bool)
+    for value in upload or ():
+        good &= torch.isfinite(value.sum(dim=1)).cpu()
+    return good.numpy()

@@ -1,0 +1,57 @@
+"""Randomness with a key: every draw is a function of (seed, purpose, client, job, step), never of call order.
+
+The generator is the counter-based finaliser of SplitMix64 on 64-bit integers, written in torch so that a whole cohort
+draws in one call and every device gives the same bits. Server-side draws (cohorts, step counts) use numpy's Philox.
+"""
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB
+
+
+def _signed(value: int) -> int:
+    value &= MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def mix(z: Tensor) -> Tensor:
+    """Scramble 64-bit integers; neighbouring counters come out unrelated."""
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(FIRST)  # the masks turn torch's arithmetic shift into a logical one
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(SECOND)
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def fold(keys: Tensor, values: Tensor | int) -> Tensor:
+    """Make new keys from keys and integers, elementwise."""
+    if isinstance(values, int):
+        return mix(keys + _signed((values + 1) * GOLDEN))
+    return mix(keys + (values + 1) * _signed(GOLDEN))
+
+
+def key(*parts: int | str) -> int:
+    """One 64-bit key from integers and words."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+
+
+def job_keys(seed: int, purpose: str, clients: Tensor, versions: Tensor, repeats: Tensor) -> Tensor:
+    """One key a job: a client that starts from a version for the n-th time, for one purpose."""
+    base = torch.full_like(clients, key(seed, purpose))
+    return fold(fold(fold(base, clients), versions), repeats)
+
+
+def below(keys: Tensor, bound: Tensor) -> Tensor:
+    """Integers uniform in [0, bound) from keys; the bound stays under 2^31."""
+    return (((keys >> 33) & 0x7FFFFFFF) * bound) >> 31
+
+
+def generator(*parts: int | str) -> np.random.Generator:
+    """Numpy generator for one server-side draw."""
+    return np.random.Generator(np.random.Philox(key=key(*parts) & MASK))

@@ -1,0 +1,93 @@
+"""Losses: callables (outputs, targets) -> scalar.
+
+A loss that can also be asked for its value per example may be masked and chunked, which lets clients with different
+batch sizes share one call. `per_example` finds out which losses those are; all others see whole, unpadded batches.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedstride.errors import FedstrideError
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss given per example, with its reduction over the batch ("mean" or "sum")."""
+
+    each: LossFunction
+    reduction: str = "mean"
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        values = self.each(outputs, targets)
+        return values.mean() if self.reduction == "mean" else values.sum()
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def _half_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 0.5 * (outputs - targets.view_as(outputs)).square().flatten(1).sum(1)
+
+
+cross_entropy = Loss(_cross_entropy)
+"""Softmax cross-entropy with integer targets, mean over the batch."""
+least_squares = Loss(_half_square)
+"""Half the squared error, mean over the batch."""
+least_squares_sum = Loss(_half_square, "sum")
+"""Half the squared error, summed: 1/2 ||A x - b||^2."""
+
+
+def per_example(loss: LossFunction, outputs: Tensor, targets: Tensor) -> tuple[LossFunction, str] | None:
+    """Return (loss per example, reduction) when `loss` is provably its reduction of that, else None.
+
+    The claim is checked on real outputs, because an attribute called `reduction` proves nothing: class weights, for
+    example, make torch's mean a weighted one.
+    """
+    reduction = getattr(loss, "reduction", None)
+    if reduction not in ("mean", "sum"):
+        return None
+    each: LossFunction
+    if isinstance(loss, Loss):
+        each = loss.each
+    else:
+        ignored = getattr(loss, "ignore_index", None)
+        if ignored is not None and bool((targets == ignored).any()):
+            return None
+        whole = copy.copy(loss)
+        whole.reduction = "none"  # type: ignore[attr-defined]
+
+        def each(outputs: Tensor, targets: Tensor) -> Tensor:
+            values = whole(outputs, targets)
+            if values.dim() < 2:
+                return values
+            return values.flatten(1).mean(1) if reduction == "mean" else values.flatten(1).sum(1)
+
+    try:
+        values = each(outputs, targets)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    if values.shape != (len(targets),):
+        return None
+    reduced = values.mean() if reduction == "mean" else values.sum()
+    return (each, reduction) if torch.allclose(reduced, loss(outputs, targets), rtol=1e-4) else None
+
+
+def check_scalar(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
+    """Refuse a loss that does not give one number for these outputs and targets."""
+    try:
+        value = loss(outputs, targets)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise FedstrideError(
+            f"the loss cannot take outputs of shape {tuple(outputs.shape)} with targets of shape "
+            f"{tuple(targets.shape)} and type {targets.dtype}: {str(error).splitlines()[0]}"
+        ) from None
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        raise FedstrideError("the loss must return a scalar tensor for (outputs, targets)")

@@ -1,0 +1,179 @@
+"""The gradient oracle: `oracle(y[C, d], batch) -> loss[C], g[C, d]`. Everything fast is inside it.
+
+Backends compute the same numbers to rounding:
+
+* `sequential` trains clients one after the other on views into one flat buffer, a thread per core with one intra-op
+  thread each, so large models keep the cores busy without waiting for each other at every step.
+* `vmap` computes a whole cohort in one call; on a GPU convolutions become patch products.
+
+`auto` is a stated rule, not a race, so that the same run takes the same backend everywhere: `vmap` on a GPU; on a CPU
+`vmap` for models without convolutions up to 100,000 parameters in cohorts of more than one, `sequential` otherwise.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import grad, grad_and_value, vmap
+
+from fedstride.errors import FedstrideError
+from fedstride.losses import LossFunction
+from fedstride.vector import KeyedDropout, VectorModel
+
+BACKENDS = ("sequential", "vmap")
+VMAP_LIMIT = 100_000  # parameters; beyond, a client's own matrices fill the cores of a CPU
+
+
+class Batch(NamedTuple):
+    """One mini-batch for each of C clients."""
+
+    inputs: Tensor  # [C, B, ...]
+    targets: Tensor  # [C, B, ...]
+    weight: Tensor | None = None  # [C, B]: the loss is sum(weight * loss per example); None: the loss as it is
+    key: Tensor | None = None  # [C]: for dropout
+
+
+class Oracle:
+    """What both backends share: the loss of one row of parameters on one client's batch."""
+
+    name = ""
+
+    def __init__(self, model: VectorModel, loss: LossFunction, each: tuple[LossFunction, str] | None):
+        self.model = model
+        self.loss = loss
+        # The loss per example and its reduction; None where the loss must see whole batches.
+        self.each, self.reduction = each if each and not model.mixes_examples else (None, "")
+
+    def row_loss(
+        self, row: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor | None, step_key: Tensor | None
+    ) -> Tensor:
+        """The loss of one client."""
+        return self.reduce(self.model.outputs(row, inputs, step_key), targets, weight)
+
+    def reduce(self, outputs: Tensor, targets: Tensor, weight: Tensor | None) -> Tensor:
+        """The loss as it is, or its weighted sum over examples."""
+        if weight is None:
+            return self.loss(outputs, targets)
+        assert self.each is not None
+        return (weight * self.each(outputs, targets)).sum()
+
+    def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Losses [C] and gradients [C, d]."""
+        raise NotImplementedError
+
+    def row_curvature(self, row: Tensor, v: Tensor, *batch: Tensor | None) -> Tensor:
+        """Hessian times vector, reverse over reverse, because every layer has a backward."""
+        return grad(lambda at: (grad(self.row_loss)(at, *batch) * v).sum())(row)
+
+    def losses(self, y: Tensor, batch: Batch) -> Tensor:
+        """Losses [C] alone."""
+        return self.rowwise(self.row_loss, y, *batch)
+
+    def curvatures(self, y: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Hessian-vector products [C, d]."""
+        return self.rowwise(self.row_curvature, y, v, *batch)
+
+    def rowwise(self, function: Callable, *arguments: Tensor | None):
+        """Apply a function of one client to every row of the arguments."""
+        raise NotImplementedError
+
+    def blocks(self, rows: int) -> list[slice]:
+        """How a cohort is cut into pieces that train independently of each other."""
+        raise NotImplementedError
+
+    def map(self, work: Callable[[slice], None], blocks: Sequence[slice]) -> None:
+        """Run the pieces."""
+        for block in blocks:
+            work(block)
+
+
+class Vmap(Oracle):
+    """The whole cohort in one call."""
+
+    name = "vmap"
+
+    def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        g, loss = self.rowwise(grad_and_value(self.row_loss), y, *batch)
+        return loss, g
+
+    def rowwise(self, function: Callable, *arguments: Tensor | None):
+        return vmap(function, in_dims=tuple(None if a is None else 0 for a in arguments))(*arguments)
+
+    def blocks(self, rows: int) -> list[slice]:
+        return [slice(0, rows)]
+
+
+class Sequential(Oracle):
+    """One client after the other, on CPU over a pool of threads."""
+
+    name = "sequential"
+
+    def __init__(self, model: VectorModel, loss: LossFunction, each: tuple[LossFunction, str] | None):
+        super().__init__(model, loss, each)
+        self._local = threading.local()
+        self._threads = torch.get_num_threads() if model.x.device.type == "cpu" else 1
+        self._pool: ThreadPoolExecutor | None = None
+
+    def _module(self):
+        """This thread's own copy of the module: its parameters are pointed at one client's row after the other."""
+        if not hasattr(self._local, "module"):
+            module = copy.deepcopy(self.model.module)
+            parameters = dict(module.named_parameters())
+            self._local.module = module
+            self._local.parameters = [parameters[name] for name in self.model.names]
+            self._local.dropouts = [child for child in module.modules() if isinstance(child, KeyedDropout)]
+        return self._local.module, self._local.parameters, self._local.dropouts
+
+    def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        module, parameters, dropouts = self._module()
+        loss, g = y.new_empty(len(y)), torch.empty_like(y)
+        for i in range(len(y)):
+            for parameter, view in zip(parameters, self.model.views(y[i])):
+                parameter.data = view
+            if batch.key is not None:
+                for layer, (_, value) in zip(dropouts, self.model.dropout_keys(batch.key[i])):
+                    layer.key = value
+            with torch.enable_grad():
+                outputs = module(batch.inputs[i])
+                value = self.reduce(outputs, batch.targets[i], None if batch.weight is None else batch.weight[i])
+                parts = torch.autograd.grad(value, parameters, materialize_grads=True)
+            torch.cat([part.flatten() for part in parts], out=g[i])
+            loss[i] = value.detach()
+        return loss, g
+
+    def rowwise(self, function: Callable, *arguments: Tensor | None):
+        rows = range(len(arguments[0]))  # type: ignore[arg-type]
+        return torch.stack([function(*(None if a is None else a[i] for a in arguments)) for i in rows])
+
+    def blocks(self, rows: int) -> list[slice]:
+        return [slice(i, i + 1) for i in range(rows)]
+
+    def map(self, work: Callable[[slice], None], blocks: Sequence[slice]) -> None:
+        if self._threads == 1 or len(blocks) == 1:
+            super().map(work, blocks)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, initializer=torch.set_num_threads, initargs=(1,))
+        for _ in self._pool.map(work, blocks):
+            pass
+
+
+def choose(backend: str, model: VectorModel, device: torch.device, cohort: int) -> str:
+    """Resolve `auto` by the rule at the top of this file."""
+    if backend not in (*BACKENDS, "auto"):
+        raise FedstrideError(f"unknown backend {backend!r}; choose from auto, {', '.join(BACKENDS)}")
+    if backend != "auto":
+        return backend
+    if device.type != "cpu":
+        return "vmap"
+    small = len(model.x) <= VMAP_LIMIT and not model.convolves
+    return "vmap" if small and cohort > 1 else "sequential"
+
+
+def make(backend: str, model: VectorModel, loss: LossFunction, each: tuple[LossFunction, str] | None) -> Oracle:
+    """Build a backend by name."""
+    return {"sequential": Sequential, "vmap": Vmap}[backend](model, loss, each)

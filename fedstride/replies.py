@@ -1,0 +1,93 @@
+"""What the server sees of a round's replies: weighted means, totals, scalars, and rows only where a method asks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedstride.sampling import Jobs
+
+HEADER = ("steps", "target", "lr", "round")
+
+
+class Replies:
+    """A streaming reduction over the replies of one exchange.
+
+    * `mean(f)`: the round's aggregation factors, which sum to one and count multiplicity.
+    * `total(f)`: sum over distinct reporters of the *fleet* weight w_i times f_i. Every server vector that sums client
+      memories moves by it; a mean would be wrong under unequal weights and partial participation.
+    * `each(f)`: one number a reporter, for scalar fields and for `steps`, `target`, `lr`, `round`.
+    * `rows(f)`: one vector a reporter, only for methods that declare `needs_rows`.
+    """
+
+    def __init__(self, weights: Tensor, by_weight: bool, keep_rows: bool):
+        self._weights = weights  # [N]
+        self._by_weight = by_weight  # the draw carried the weights already
+        self._keep_rows = keep_rows
+        self._clients: list[Tensor] = []
+        self._factors: list[Tensor] = []
+        self._scalars: dict[str, list[Tensor]] = {name: [] for name in HEADER}
+        self._rows: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, Tensor] = {}  # field -> [2, d]: by aggregation factor, by fleet weight
+
+    def add(self, jobs: Jobs, upload: Any) -> None:
+        """Take in the accepted replies of a batch."""
+        device, dtype = self._weights.device, self._weights.dtype
+        clients = torch.as_tensor(jobs.clients, device=device)
+        weights = self._weights[clients]
+        times = torch.as_tensor(jobs.times, device=device, dtype=dtype)
+        factors = times if self._by_weight else times * weights
+        self._clients.append(clients)
+        self._factors.append(factors)
+        for name, column in zip(HEADER, (jobs.steps, jobs.targets, jobs.lr, jobs.versions + 1)):
+            self._scalars[name].append(torch.as_tensor(column, device=device, dtype=torch.float64))
+        both = torch.stack([factors, weights])
+        for name, value in zip(upload._fields if upload else (), upload):
+            if value.shape[1] == 1:
+                self._scalars.setdefault(name, []).append(value[:, 0])
+                continue
+            if self._keep_rows:
+                self._rows.setdefault(name, []).append(value)
+            more = both @ value
+            self._sums[name] = self._sums[name] + more if name in self._sums else more
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self._clients)
+
+    @property
+    def clients(self) -> Tensor:
+        """[R]: who reported."""
+        return torch.cat(self._clients)
+
+    @property
+    def factors(self) -> Tensor:
+        """[R]: the aggregation factors, which sum to one."""
+        factors = torch.cat(self._factors)
+        return factors / factors.sum()
+
+    @property
+    def weights(self) -> Tensor:
+        """[R]: the reporters' fleet weights."""
+        return self._weights[self.clients]
+
+    def each(self, field: str) -> Tensor:
+        """[R]: a scalar field of every reporter."""
+        return torch.cat(self._scalars[field])
+
+    def rows(self, field: str) -> Tensor:
+        """[R, d]: a vector field of every reporter."""
+        return torch.cat(self._rows[field])
+
+    def mean(self, field: str) -> Tensor:
+        """Mean of a field by aggregation factors."""
+        if field in self._scalars:
+            values = self.each(field)
+            return (self.factors.to(values.dtype) * values).sum()
+        return self._sums[field][0] / torch.cat(self._factors).sum()
+
+    def total(self, field: str) -> Tensor:
+        """Sum of a field by fleet weights."""
+        if field in self._scalars:
+            values = self.each(field)
+            return (self.weights.to(values.dtype) * values).sum()
+        return self._sums[field][1]

@@ -1,0 +1,69 @@
+"""What a run gives back."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedstride.errors import FedstrideError
+
+
+@dataclass(frozen=True)
+class Target:
+    """Stop as soon as a row meets all of these: accuracy and other metrics from below, losses from above."""
+
+    accuracy: float | None = None
+    loss: float | None = None
+    train_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        if all(getattr(self, field.name) is None for field in fields(self)):
+            raise FedstrideError("a Target needs accuracy, loss or train_loss")
+
+    def __call__(self, row: dict[str, Any]) -> bool:
+        for name, low in (("accuracy", False), ("loss", True), ("train_loss", True)):
+            goal = getattr(self, name)
+            if goal is None:
+                continue
+            if name not in row or (row[name] > goal if low else row[name] < goal):
+                return False
+        return True
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a run: the model, the rows, and how it ended."""
+
+    x: Tensor  # the final global model as a flat vector
+    model: nn.Module  # a module of the user's own kind with x loaded
+    rows: list[dict[str, Any]]  # one dict a round; row 0 only for methods with a prologue
+    status: str  # finished, stopped (target reached), diverged
+    method: str
+    backend: str
+    state: Any  # the method's server state
+    memories: Any  # what the clients remember
+
+    def summary(self) -> str:
+        """What a person wants to read."""
+        last = self.rows[-1] if self.rows else {"round": 0}
+        ending = {
+            "finished": f"finished after {last['round']} rounds",
+            "stopped": f"reached its target in round {last['round']}",
+            "diverged": f"diverged at round {last['round']}",
+        }[self.status]
+        lines = [f"{self.method} {ending} ({self.backend} backend)"]
+        for name in ("accuracy", "loss", "train_loss", "local_loss"):
+            seen = [row for row in self.rows if name in row]
+            if seen:
+                pick = max if name == "accuracy" else min
+                best = pick(seen, key=lambda row: row[name])
+                lines.append(f"  {name}: {seen[-1][name]:.4f} at the end, best {best[name]:.4f} in round {best['round']}")
+        totals = {name: sum(row.get(name, 0) for row in self.rows) for name in ("bytes_up", "bytes_down", "steps", "rejected")}
+        lines.append(
+            f"  {totals['steps']:,} client steps, {totals['bytes_up'] / 1e6:,.2f} MB up, {totals['bytes_down'] / 1e6:,.2f} MB down"
+        )
+        if last.get("seconds"):
+            lines.append(f"  {last['seconds']:,.1f} virtual seconds")
+        if totals["rejected"]:
+            lines.append(f"  {totals['rejected']} uploads rejected because they were not finite")
+        return "\n".join(lines)

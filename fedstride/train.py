@@ -1,0 +1,236 @@
+"""Work: a client's toolbox, for a whole cohort at once.
+
+Rows are clients, sorted by their steps, longest first; so the clients still at work are always a prefix, and the
+prefix shrinks as they finish: nobody waits and no gradient is wasted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstride.keys import fold
+from fedstride.oracle import Batch, Oracle
+from fedstride.sampling import Indices, Jobs, Sampler
+
+ELEMENTS = 1 << 24  # numbers of input data one oracle call may hold: 64 MiB in float32
+FULL_PASS = 1 << 40  # key offset of full-gradient passes, far from any mini-batch step
+
+
+@dataclass(frozen=True)
+class Local:
+    """Options of the local optimiser: a change of every client's steps that a method need not know of."""
+
+    momentum: float = 0.0  # v <- momentum v + direction; y <- y - lr v; starts at zero in every job
+    weight_decay: float = 0.0  # adds weight_decay * y to every gradient
+    clip: float | None = None  # scales mini-batch gradients down to this norm
+
+
+def _slice(tree: Any, rows: slice, whole: int) -> Any:
+    """Cut per-client tensors; what all clients share ([1, ...]) stays."""
+    if isinstance(tree, tuple):
+        parts = [_slice(part, rows, whole) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return tree[rows] if isinstance(tree, Tensor) and tree.dim() and len(tree) == whole else tree
+
+
+def _store(old: Any, new: Any) -> None:
+    """Write a new carry over the slice it came from, unless it was updated in place."""
+    if isinstance(old, tuple):
+        for a, b in zip(old, new):
+            _store(a, b)
+    elif old is not new:
+        old.copy_(new)
+
+
+class Work:
+    """What C clients can do in one exchange."""
+
+    def __init__(self, oracle: Oracle, sampler: Sampler, jobs: Jobs, keys: Tensor, local: Local):
+        x = oracle.model.x
+        self.jobs = jobs
+        self.steps = torch.as_tensor(jobs.steps, dtype=x.dtype, device=x.device)[:, None]  # [C, 1], steps done
+        self.target = torch.as_tensor(jobs.targets, dtype=x.dtype, device=x.device)[:, None]  # [C, 1], steps asked for
+        self.lr = torch.as_tensor(jobs.lr, dtype=x.dtype, device=x.device)[:, None]  # [C, 1]
+        self.round = torch.as_tensor(jobs.versions, device=x.device)[:, None] + 1  # [C, 1], counted from 1
+        self.trained = False
+        self.train_loss: Tensor | None = None  # [C], mean over the steps of the mini-batch loss
+        self._oracle, self._sampler, self._keys, self._local = oracle, sampler, keys, local
+
+    @property
+    def travel(self) -> Tensor:
+        """[C, 1]: by how many steps a constant direction moves y; `steps`, or more under local momentum."""
+        rho = self._local.momentum
+        if not rho:
+            return self.steps
+        return (self.steps - rho * (1 - rho**self.steps) / (1 - rho)) / (1 - rho)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """A fresh [C, d] copy of a vector that may be shared."""
+        return x.expand(len(self.steps), -1).clone()
+
+    def zeros(self, x: Tensor) -> Tensor:
+        """A [C, d] matrix of zeros."""
+        return x.new_zeros(len(self.steps), x.shape[-1])
+
+    def column(self) -> Tensor:
+        """A [C, 1] column of zeros, for counters and maxima in a carry."""
+        return torch.zeros_like(self.steps)
+
+    def descend(
+        self,
+        x: Tensor,
+        direction: Callable[..., Any] | None = None,
+        rows: tuple[Tensor, ...] = (),
+        carry: Any = None,
+        lr: Tensor | None = None,
+    ) -> Any:
+        """Every client's local steps from x: y <- y - lr * direction(g, y, *rows).
+
+        Per-client tensors reach `direction` only through `rows` and `carry`, because they are sliced as clients finish.
+        With a carry (a tensor or tuple of per-client tensors), `direction(g, y, carry, *rows)` returns (step, carry) and
+        `descend` returns (y, carry).
+        """
+        y, rate, count = self.rows(x), self.lr if lr is None else lr, len(self.steps)
+        rate = rate.expand(count, 1)
+        losses = self.steps.new_zeros(count)
+        velocity = torch.zeros_like(y) if self._local.momentum else None
+
+        def train(block: slice) -> None:
+            jobs, keys = self.jobs.take(block), self._keys[block]
+            here, limit = y[block], int(jobs.steps.max(initial=0))
+            own_rows, own_carry = _slice(rows, block, count), _slice(carry, block, count)
+            full, slab = self._sampler.full, self._sampler.slab(len(here))
+            pieces = self._pieces(jobs) if full else []
+            for k in range(limit):
+                if not full and k % slab == 0:
+                    batches = self._sampler.batches(jobs, keys, k, min(limit, k + slab))
+                active = int(np.searchsorted(-jobs.steps, -k, side="left"))  # rows with steps > k
+                prefix = slice(0, active)
+                at = here[prefix]
+                if full:
+                    loss, g = self._total(self._oracle, (at,), pieces, keys, FULL_PASS + k)
+                else:
+                    loss, g = self._apply(self._oracle, (at,), batches[k % slab], keys, k)
+                if self._local.clip is not None:
+                    g = g * (self._local.clip / g.norm(dim=1, keepdim=True)).clamp(max=1)
+                g = self._decayed(g, at)
+                losses[block][prefix] += loss
+                parts = _slice(own_rows, prefix, len(here))
+                if carry is not None:
+                    old = _slice(own_carry, prefix, len(here))
+                    step, new = direction(g, at, old, *parts)  # type: ignore[misc]
+                    _store(old, new)
+                else:
+                    step = g if direction is None else direction(g, at, *parts)
+                if velocity is not None:
+                    step = velocity[block][prefix].mul_(self._local.momentum).add_(step)
+                at.addcmul_(step, rate[block][prefix], value=-1)
+
+        self._oracle.map(train, self._oracle.blocks(count))
+        self.trained = True
+        self.train_loss = losses / self.steps[:, 0].clamp(min=1)
+        return y if carry is None else (y, carry)
+
+    def gradient(self, x: Tensor, full: bool = True) -> Tensor:
+        """Gradients [C, d] at x: over all local data, or over one mini-batch of the run's batch size."""
+        y, g = self.rows(x), self.zeros(x)
+
+        def compute(block: slice) -> None:
+            jobs, keys = self.jobs.take(block), self._keys[block]
+            if full or self._sampler.full:
+                _, g[block] = self._total(self._oracle, (y[block],), self._pieces(jobs), keys, FULL_PASS)
+            else:
+                _, g[block] = self._apply(self._oracle, (y[block],), self._sampler.batches(jobs, keys, 0, 1)[0], keys, 0)
+
+        self._oracle.map(compute, self._oracle.blocks(len(y)))
+        return self._decayed(g, y)
+
+    def loss(self, x: Tensor) -> Tensor:
+        """Losses [C, 1] over all local data at x."""
+        y = self.rows(x)
+        return self._total(self._losses, (y,), self._pieces(self.jobs), self._keys, FULL_PASS)[0][:, None]
+
+    def smoothness(self, x: Tensor, iterations: int = 1000, tolerance: float = 1e-7) -> Tensor:
+        """L_i [C, 1]: the largest curvature (absolute eigenvalue of the Hessian) of every client's loss at x.
+
+        Power iteration on Hessian-vector products over all local data, from a keyed start, until the estimate moves by
+        less than `tolerance` relative, for every client at once.
+        """
+        y, pieces = self.rows(x), self._pieces(self.jobs)
+        v = (fold(self._keys[:, None], torch.arange(y.shape[1], device=y.device)) >> 40).to(y.dtype)
+        estimate = self.column()
+        for _ in range(iterations):
+            v = v / v.norm(dim=1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny)
+            (product,) = self._total(self._curvatures, (y, v), pieces, self._keys, FULL_PASS)
+            v = product + self._local.weight_decay * v
+            before, estimate = estimate, v.norm(dim=1, keepdim=True)
+            if bool(((estimate - before).abs() <= tolerance * estimate).all()):
+                break
+        return estimate
+
+    def _losses(self, y: Tensor, batch: Batch) -> tuple[Tensor]:
+        return (self._oracle.losses(y, batch),)
+
+    def _curvatures(self, y: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor]:
+        return (self._oracle.curvatures(y, v, batch),)
+
+    def _decayed(self, g: Tensor, y: Tensor) -> Tensor:
+        return torch.add(g, y, alpha=self._local.weight_decay) if self._local.weight_decay else g
+
+    def _pieces(self, jobs: Jobs) -> list[Indices | Batch]:
+        """All local data of a block in chunks of bounded size; gathered already if one chunk holds everything."""
+        clients = self._sampler.clients
+        chunk = int(clients.sizes[jobs.clients].max())
+        if self._oracle.each is not None:
+            chunk = max(1, min(chunk, ELEMENTS // (len(jobs.clients) * max(1, clients.inputs[0].numel()))))
+        pieces = self._sampler.everything(jobs.clients, chunk)
+        batch = self._gather(pieces[0]) if len(pieces) == 1 else None
+        return [batch] if batch is not None else list(pieces)
+
+    def _total(self, function: Callable, operands: tuple[Tensor, ...], pieces: list, keys: Tensor, counter: int) -> tuple:
+        """Sum of a function's results over the chunks of the local data."""
+        total = self._apply(function, operands, pieces[0], keys, counter)
+        for position, piece in enumerate(pieces[1:], start=1):
+            more = self._apply(function, operands, piece, keys, counter + (position << 20))
+            total = tuple(a + b for a, b in zip(total, more))
+        return total
+
+    def _apply(
+        self, function: Callable, operands: tuple[Tensor, ...], piece: Indices | Batch, keys: Tensor, counter: int
+    ) -> tuple:
+        """function(*operands, batch) for the first clients of a piece of data."""
+        count = len(operands[0])
+        key = fold(keys[:count], counter) if self._oracle.model.dropouts else None
+        batch = self._gather(piece.take(count)) if isinstance(piece, Indices) else piece
+        if batch is not None:
+            return function(*operands, Batch(*(None if part is None else part[:count] for part in batch[:3]), key))
+        # The loss must see whole, unpadded batches: clients with equal counts go together.
+        assert isinstance(piece, Indices) and piece.counts is not None
+        counts, results = piece.counts[:count], []
+        for size in np.unique(counts):
+            mine = torch.as_tensor(np.flatnonzero(counts == size), device=keys.device)
+            batch = self._gather(Indices(piece.rows[mine, :size]))
+            assert batch is not None
+            own_key = None if key is None else key[mine]
+            results.append((mine, function(*(a[mine] for a in operands), batch._replace(key=own_key))))
+        order = torch.cat([mine for mine, _ in results]).argsort()
+        return tuple(torch.cat(parts)[order] for parts in zip(*(values for _, values in results)))
+
+    def _gather(self, indices: Indices) -> Batch | None:
+        """The examples themselves; padding gets weight zero; None if they are ragged and must not be padded."""
+        rows, counts, whole = indices
+        data, weight = self._sampler.clients, None
+        if counts is not None:
+            width = int(counts.max())
+            rows = rows[:, :width]
+            if (counts != width).any() or (whole is not None and (whole != counts).any()):
+                if self._oracle.each is None:
+                    return None
+                share = 1 / (counts if whole is None else whole) if self._oracle.reduction == "mean" else 1.0
+                used = (np.arange(width) < counts[:, None]) * np.reshape(share, (-1, 1))
+                weight = torch.as_tensor(used, dtype=self.steps.dtype, device=rows.device)
+        return Batch(data.inputs[rows], data.targets[rows], weight)

@@ -1,0 +1,178 @@
+"""Any module as one flat vector.
+
+Trainable parameters are laid end to end in a vector `x` of length d; frozen parameters and buffers are shared by all
+clients and never change. So a module that writes its buffers while training (BatchNorm with running statistics) is
+refused: those statistics would belong to nobody. GroupNorm and LayerNorm keep none and are fine.
+
+Dropout draws its masks from a key, so that every client, job and step has its own and no backend changes them.
+"""
+
+import copy
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedstride.errors import FedstrideError
+from fedstride.keys import fold
+
+CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+class KeyedDropout(nn.Module):
+    """Dropout whose mask is a function of `key`, a buffer that the caller replaces at every step."""
+
+    key: Tensor
+
+    def __init__(self, p: float, channelwise: bool):
+        super().__init__()
+        self.p = p
+        self.channelwise = channelwise
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Zero each value (or channel) with probability p and scale the others by 1 / (1 - p)."""
+        if not self.training or self.p == 0:
+            return inputs
+        shape = inputs.shape[:2] + (1,) * (inputs.dim() - 2) if self.channelwise else inputs.shape
+        counters = torch.arange(math.prod(shape), device=inputs.device)
+        bits = (fold(self.key, counters) >> 33) & 0x7FFFFFFF
+        keep = (bits >= int(self.p * (1 << 31))).view(shape)
+        return inputs * keep.to(inputs.dtype) / (1 - self.p) if self.p < 1 else torch.zeros_like(inputs)
+
+
+class PatchConv2d(nn.Module):
+    """A convolution written as patches times matrix, which batches over clients where a grouped convolution crawls."""
+
+    def __init__(self, conv: nn.Conv2d):
+        super().__init__()
+        self.weight, self.bias = conv.weight, conv.bias
+        self.kernel_size, self.stride = conv.kernel_size, conv.stride
+        self.padding, self.dilation = conv.padding, conv.dilation
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Same numbers as the convolution, to rounding."""
+        height, width = (
+            (n + 2 * int(p) - d * (k - 1) - 1) // s + 1
+            for n, p, d, k, s in zip(inputs.shape[-2:], self.padding, self.dilation, self.kernel_size, self.stride)
+        )
+        patches = F.unfold(inputs, self.kernel_size, self.dilation, self.padding, self.stride)  # type: ignore[arg-type]
+        out = self.weight.flatten(1) @ patches
+        if self.bias is not None:
+            out = out + self.bias[:, None]
+        return out.unflatten(-1, (height, width))
+
+
+def _plain(conv: nn.Conv2d) -> bool:
+    return conv.groups == 1 and conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+
+
+def _swap(module: nn.Module, patches: bool) -> nn.Module:
+    """Replace dropout by the keyed one and, if asked, plain convolutions by patch products; names stay the same."""
+    new = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, (nn.Dropout, *CHANNELWISE)):
+            new[name] = KeyedDropout(child.p, isinstance(child, CHANNELWISE))
+        elif patches and type(child) is nn.Conv2d and _plain(child):
+            new[name] = PatchConv2d(child)
+    for name, child in new.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, child)
+    return module
+
+
+class VectorModel:
+    """A module seen as a function of one flat vector."""
+
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, device: torch.device | str = "cpu", patches: bool = False
+    ):
+        if dtype not in (torch.float32, torch.float64):
+            raise FedstrideError(f"dtype must be torch.float32 or torch.float64, not {dtype}")
+        for name, child in module.named_modules():
+            if isinstance(child, _BatchNorm) and child.track_running_stats:
+                raise FedstrideError(
+                    f"layer {name!r} is a BatchNorm with running statistics, which belong to no single client; use "
+                    "GroupNorm, or track_running_stats=False"
+                )
+        self.original = module
+        self.module = _swap(copy.deepcopy(module), patches).to(device, dtype).train()
+        trainable = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        if not trainable:
+            raise FedstrideError("the model has no trainable parameters")
+        self.names = [name for name, _ in trainable]
+        self.shapes = [p.shape for _, p in trainable]
+        self.sizes = [p.numel() for _, p in trainable]
+        self.dropouts = [name for name, child in self.module.named_modules() if isinstance(child, KeyedDropout)]
+        # Statistics over the batch would see padding, so such a model must get whole batches.
+        self.mixes_examples = any(isinstance(child, _BatchNorm) for child in self.module.modules())
+        self.convolves = any(isinstance(child, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for child in module.modules())
+        self.x = torch.cat([p.detach().flatten() for _, p in trainable])
+
+    @property
+    def signature(self) -> list[list]:
+        """Names and shapes of the trainable parameters, which a checkpoint must match."""
+        return [[name, list(shape)] for name, shape in zip(self.names, self.shapes)]
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """The vector cut into the parameters' shapes; `split`, because its backward is a single `cat`."""
+        return [part.view(shape) for part, shape in zip(vector.split(self.sizes), self.shapes)]
+
+    def dropout_keys(self, step_key: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """A key for every dropout layer from the key of one step."""
+        return ((name, fold(step_key, index)) for index, name in enumerate(self.dropouts))
+
+    def outputs(self, vector: Tensor, inputs: Tensor, step_key: Tensor | None = None) -> Tensor:
+        """The module's outputs with its trainable parameters taken from the vector."""
+        tensors = dict(zip(self.names, self.views(vector)))
+        if step_key is not None:
+            tensors.update((f"{name}.key", value) for name, value in self.dropout_keys(step_key))
+        return functional_call(self.module, tensors, (inputs,))
+
+    @torch.no_grad()
+    def predict(self, vector: Tensor, inputs: Tensor, chunk: int = 1024) -> Tensor:
+        """Outputs in evaluation mode, in chunks."""
+        self.module.eval()
+        try:
+            return torch.cat([self.outputs(vector, part) for part in inputs.split(chunk)])
+        finally:
+            self.module.train()
+
+    def loaded(self, vector: Tensor) -> nn.Module:
+        """A copy of the original module holding the vector."""
+        module = copy.deepcopy(self.original)
+        parameters = dict(module.named_parameters())
+        with torch.no_grad():
+            for name, part in zip(self.names, self.views(vector)):
+                parameters[name].copy_(part)
+        return module
+
+    @torch.no_grad()
+    def probe(self, inputs: Tensor) -> Tensor:
+        """Run a few examples through; refuse modules that fail, write buffers or draw random numbers of their own."""
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        step_key = torch.zeros((), dtype=torch.int64, device=inputs.device)
+        with torch.random.fork_rng():
+            try:
+                outputs = self.outputs(self.x, inputs, step_key)
+                again = self.outputs(self.x, inputs, step_key)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise FedstrideError(
+                    f"the model cannot take the clients' inputs of shape {tuple(inputs.shape[1:])} and type "
+                    f"{inputs.dtype}: {str(error).splitlines()[0]}"
+                ) from None
+        for name, buffer in self.module.named_buffers():
+            if not torch.equal(buffer, before[name]):
+                raise FedstrideError(f"the model changes its buffer {name!r} while training; buffers must stay constant")
+        if not isinstance(outputs, Tensor):
+            raise FedstrideError(f"the model must return one tensor, not {type(outputs).__name__}")
+        if not torch.equal(outputs, again):
+            raise FedstrideError(
+                "the model draws random numbers outside nn.Dropout layers, so its clients could not be told apart; use "
+                "nn.Dropout modules instead of functional dropout or noise"
+            )
+        return outputs
