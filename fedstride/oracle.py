@@ -65,6 +65,12 @@ class Oracle:
         """Losses [C] and gradients [C, d]."""
         raise NotImplementedError
 
+    def step(self, y: Tensor, lr: Tensor, batch: Batch) -> tuple[Tensor]:
+        """A plain descent step on y in place; returns the losses [C]."""
+        loss, g = self(y, batch)
+        y.addcmul_(g, lr, value=-1)
+        return (loss,)
+
     def row_curvature(self, row: Tensor, v: Tensor, *batch: Tensor | None) -> Tensor:
         """Hessian times vector, reverse over reverse, because every layer has a backward."""
         return grad(lambda at: (grad(self.row_loss)(at, *batch) * v).sum())(row)
@@ -118,32 +124,48 @@ class Sequential(Oracle):
         self._threads = torch.get_num_threads() if model.x.device.type == "cpu" else 1
         self._pool: ThreadPoolExecutor | None = None
 
-    def _module(self):
+    def _own(self) -> threading.local:
         """This thread's own copy of the module: its parameters are pointed at one client's row after the other."""
-        if not hasattr(self._local, "module"):
-            module = copy.deepcopy(self.model.module)
-            parameters = dict(module.named_parameters())
-            self._local.module = module
-            self._local.parameters = [parameters[name] for name in self.model.names]
-            self._local.dropouts = [child for child in module.modules() if isinstance(child, KeyedDropout)]
-        return self._local.module, self._local.parameters, self._local.dropouts
+        own = self._local
+        if not hasattr(own, "module"):
+            own.module = copy.deepcopy(self.model.module)
+            parameters = dict(own.module.named_parameters())
+            own.parameters = [parameters[name] for name in self.model.names]
+            own.dropouts = [child for child in own.module.modules() if isinstance(child, KeyedDropout)]
+            own.pointer, own.views = None, []
+        return own
+
+    def _parts(self, row: Tensor, batch: Batch, i: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Loss and gradients, parameter by parameter, of one client."""
+        own = self._own()
+        if own.pointer != row.data_ptr():  # the views hold their storage, so an equal address is the same row
+            own.views, own.pointer = self.model.views(row), row.data_ptr()
+            for parameter, view in zip(own.parameters, own.views):
+                parameter.data = view
+        if batch.key is not None:
+            for layer, (_, value) in zip(own.dropouts, self.model.dropout_keys(batch.key[i])):
+                layer.key = value
+        with torch.enable_grad():
+            outputs = own.module(batch.inputs[i])
+            value = self.reduce(outputs, batch.targets[i], None if batch.weight is None else batch.weight[i])
+            return value.detach(), torch.autograd.grad(value, own.parameters, materialize_grads=True)
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        module, parameters, dropouts = self._module()
-        loss, g = y.new_empty(len(y)), torch.empty_like(y)
-        for i in range(len(y)):
-            for parameter, view in zip(parameters, self.model.views(y[i])):
-                parameter.data = view
-            if batch.key is not None:
-                for layer, (_, value) in zip(dropouts, self.model.dropout_keys(batch.key[i])):
-                    layer.key = value
-            with torch.enable_grad():
-                outputs = module(batch.inputs[i])
-                value = self.reduce(outputs, batch.targets[i], None if batch.weight is None else batch.weight[i])
-                parts = torch.autograd.grad(value, parameters, materialize_grads=True)
+        losses, g = [], torch.empty_like(y)
+        for i, row in enumerate(y):
+            value, parts = self._parts(row, batch, i)
             torch.cat([part.flatten() for part in parts], out=g[i])
-            loss[i] = value.detach()
-        return loss, g
+            losses.append(value)
+        return torch.stack(losses), g
+
+    def step(self, y: Tensor, lr: Tensor, batch: Batch) -> tuple[Tensor]:
+        losses = []
+        for i, row in enumerate(y):
+            value, parts = self._parts(row, batch, i)
+            # Without the flat gradient in between, which would be written and read once more.
+            torch._foreach_add_(self._own().views, parts, alpha=-float(lr[i]))
+            losses.append(value)
+        return (torch.stack(losses),)
 
     def rowwise(self, function: Callable, *arguments: Tensor | None):
         rows = range(len(arguments[0]))  # type: ignore[arg-type]

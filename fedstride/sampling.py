@@ -12,7 +12,6 @@ from fedstride.errors import FedstrideError
 from fedstride.keys import below, fold
 
 Replay = Callable[[int, int, int], Sequence[int]]  # (client, round, step) -> indices, all counted from 0
-SLAB = 1 << 20  # indices drawn at a time
 
 
 class Jobs(NamedTuple):
@@ -81,11 +80,8 @@ class Sampler:
         size = self.batch_size or 0
         counters = torch.arange(first * size, last * size, device=keys.device)
         draws = below(fold(keys[:, None], counters), self._sizes[ids, None]) + self._offsets[ids, None]
-        return [Indices(rows) for rows in self.clients.order[draws].split(size, dim=1)]
-
-    def slab(self, rows: int) -> int:
-        """How many steps to draw at a time so that the index table stays small."""
-        return max(1, SLAB // max(1, rows * (self.batch_size or 1)))
+        rows = self.clients.order[draws].unflatten(1, (last - first, size))
+        return [Indices(step) for step in rows.transpose(0, 1).contiguous()]
 
     def _shuffled(self, jobs: Jobs, keys: Tensor, first: int, last: int) -> list[Indices]:
         """Every pass visits all local data once in a keyed order; a pass ends with a short batch, as loaders do."""

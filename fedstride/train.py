@@ -17,6 +17,7 @@ from fedstride.oracle import Batch, Oracle
 from fedstride.sampling import Indices, Jobs, Sampler
 
 ELEMENTS = 1 << 24  # numbers of input data one oracle call may hold: 64 MiB in float32
+GATHER = 1 << 18  # numbers of input data gathered ahead for later steps: more would fall out of the cache
 FULL_PASS = 1 << 40  # key offset of full-gradient passes, far from any mini-batch step
 
 
@@ -35,6 +36,11 @@ def _slice(tree: Any, rows: slice, whole: int) -> Any:
         parts = [_slice(part, rows, whole) for part in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
     return tree[rows] if isinstance(tree, Tensor) and tree.dim() and len(tree) == whole else tree
+
+
+def _active(steps: np.ndarray) -> list[int]:
+    """For every step, how many clients (sorted, longest first) are still at work."""
+    return np.searchsorted(-steps, -np.arange(int(steps[0])), side="left").tolist()
 
 
 def _store(old: Any, new: Any) -> None:
@@ -56,9 +62,9 @@ class Work:
         self.target = torch.as_tensor(jobs.targets, dtype=x.dtype, device=x.device)[:, None]  # [C, 1], steps asked for
         self.lr = torch.as_tensor(jobs.lr, dtype=x.dtype, device=x.device)[:, None]  # [C, 1]
         self.round = torch.as_tensor(jobs.versions, device=x.device)[:, None] + 1  # [C, 1], counted from 1
-        self.trained = False
         self.train_loss: Tensor | None = None  # [C], mean over the steps of the mini-batch loss
         self._oracle, self._sampler, self._keys, self._local = oracle, sampler, keys, local
+        self._example = max(1, sampler.clients.inputs[0].numel())
 
     @property
     def travel(self) -> Tensor:
@@ -94,44 +100,48 @@ class Work:
         With a carry (a tensor or tuple of per-client tensors), `direction(g, y, carry, *rows)` returns (step, carry) and
         `descend` returns (y, carry).
         """
-        y, rate, count = self.rows(x), self.lr if lr is None else lr, len(self.steps)
-        rate = rate.expand(count, 1)
+        count = len(self.steps)
+        y, rate = x.new_empty(count, x.shape[-1]), (self.lr if lr is None else lr).expand(count, 1)
         losses = self.steps.new_zeros(count)
-        velocity = torch.zeros_like(y) if self._local.momentum else None
+        velocity = torch.zeros_like(y) if self._local.momentum else losses
 
         def train(block: slice) -> None:
             jobs, keys = self.jobs.take(block), self._keys[block]
-            here, limit = y[block], int(jobs.steps.max(initial=0))
-            own_rows, own_carry = _slice(rows, block, count), _slice(carry, block, count)
-            full, slab = self._sampler.full, self._sampler.slab(len(here))
-            pieces = self._pieces(jobs) if full else []
-            for k in range(limit):
+            full, slab = self._sampler.full, self._slab(len(keys))
+            pieces: list[Indices | Batch] = self._pieces(jobs) if full else []
+            own = (y[block], rate[block], losses[block], velocity[block], _slice(rows, block, count), _slice(carry, block, count))
+            plain = direction is None and not full and self._local == Local()
+            own[0].copy_(_slice(x, block, count))
+            active = 0
+            for k, wanted in enumerate(_active(jobs.steps)):
+                if wanted != active:  # somebody finished: the prefix shrinks
+                    active = wanted
+                    at, lr_at, loss_at, v, parts, old = _slice(own, slice(0, active), len(keys))
                 if not full and k % slab == 0:
-                    batches = self._sampler.batches(jobs, keys, k, min(limit, k + slab))
-                active = int(np.searchsorted(-jobs.steps, -k, side="left"))  # rows with steps > k
-                prefix = slice(0, active)
-                at = here[prefix]
+                    batches = self._batches(jobs, keys, k, min(int(jobs.steps[0]), k + slab))
+                if plain and isinstance(batches[k % slab], Batch):
+                    (loss,) = self._apply(self._oracle.step, (at, lr_at), batches[k % slab], keys, k)
+                    loss_at += loss
+                    continue
                 if full:
                     loss, g = self._total(self._oracle, (at,), pieces, keys, FULL_PASS + k)
                 else:
                     loss, g = self._apply(self._oracle, (at,), batches[k % slab], keys, k)
+                loss_at += loss
                 if self._local.clip is not None:
                     g = g * (self._local.clip / g.norm(dim=1, keepdim=True)).clamp(max=1)
-                g = self._decayed(g, at)
-                losses[block][prefix] += loss
-                parts = _slice(own_rows, prefix, len(here))
+                if self._local.weight_decay:
+                    g = torch.add(g, at, alpha=self._local.weight_decay)
                 if carry is not None:
-                    old = _slice(own_carry, prefix, len(here))
                     step, new = direction(g, at, old, *parts)  # type: ignore[misc]
                     _store(old, new)
                 else:
                     step = g if direction is None else direction(g, at, *parts)
-                if velocity is not None:
-                    step = velocity[block][prefix].mul_(self._local.momentum).add_(step)
-                at.addcmul_(step, rate[block][prefix], value=-1)
+                if self._local.momentum:
+                    step = v.mul_(self._local.momentum).add_(step)
+                at.addcmul_(step, lr_at, value=-1)
 
         self._oracle.map(train, self._oracle.blocks(count))
-        self.trained = True
         self.train_loss = losses / self.steps[:, 0].clamp(min=1)
         return y if carry is None else (y, carry)
 
@@ -144,31 +154,33 @@ class Work:
             if full or self._sampler.full:
                 _, g[block] = self._total(self._oracle, (y[block],), self._pieces(jobs), keys, FULL_PASS)
             else:
-                _, g[block] = self._apply(self._oracle, (y[block],), self._sampler.batches(jobs, keys, 0, 1)[0], keys, 0)
+                _, g[block] = self._apply(self._oracle, (y[block],), self._batches(jobs, keys, 0, 1)[0], keys, 0)
 
         self._oracle.map(compute, self._oracle.blocks(len(y)))
-        return self._decayed(g, y)
+        return g + self._local.weight_decay * y if self._local.weight_decay else g
 
     def loss(self, x: Tensor) -> Tensor:
         """Losses [C, 1] over all local data at x."""
         y = self.rows(x)
         return self._total(self._losses, (y,), self._pieces(self.jobs), self._keys, FULL_PASS)[0][:, None]
 
-    def smoothness(self, x: Tensor, iterations: int = 1000, tolerance: float = 1e-7) -> Tensor:
+    def smoothness(self, x: Tensor, iterations: int = 300) -> Tensor:
         """L_i [C, 1]: the largest curvature (absolute eigenvalue of the Hessian) of every client's loss at x.
 
-        Power iteration on Hessian-vector products over all local data, from a keyed start, until the estimate moves by
-        less than `tolerance` relative, for every client at once.
+        Power iteration on Hessian-vector products over all local data, from a keyed start. A client is done when its
+        estimate moves by less than 1e-7 relative (1e-5 in float32), whatever the others do.
         """
         y, pieces = self.rows(x), self._pieces(self.jobs)
+        tolerance = 1e-7 if y.dtype == torch.float64 else 1e-5
         v = (fold(self._keys[:, None], torch.arange(y.shape[1], device=y.device)) >> 40).to(y.dtype)
-        estimate = self.column()
+        estimate, done = self.column(), self.column().bool()
         for _ in range(iterations):
             v = v / v.norm(dim=1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny)
             (product,) = self._total(self._curvatures, (y, v), pieces, self._keys, FULL_PASS)
             v = product + self._local.weight_decay * v
-            before, estimate = estimate, v.norm(dim=1, keepdim=True)
-            if bool(((estimate - before).abs() <= tolerance * estimate).all()):
+            before, estimate = estimate, torch.where(done, estimate, v.norm(dim=1, keepdim=True))
+            done |= (estimate - before).abs() <= tolerance * estimate
+            if bool(done.all()):
                 break
         return estimate
 
@@ -178,15 +190,25 @@ class Work:
     def _curvatures(self, y: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor]:
         return (self._oracle.curvatures(y, v, batch),)
 
-    def _decayed(self, g: Tensor, y: Tensor) -> Tensor:
-        return torch.add(g, y, alpha=self._local.weight_decay) if self._local.weight_decay else g
+    def _slab(self, rows: int) -> int:
+        """How many steps' batches to draw and gather at a time."""
+        return max(1, GATHER // (rows * (self._sampler.batch_size or 1) * self._example))
+
+    def _batches(self, jobs: Jobs, keys: Tensor, first: int, last: int) -> list[Indices | Batch]:
+        """The mini-batches of some steps; gathered in one go where none is ragged."""
+        steps = self._sampler.batches(jobs, keys, first, last)
+        if any(step.counts is not None for step in steps):
+            return list(steps)
+        rows = torch.stack([step.rows for step in steps])
+        data = self._sampler.clients
+        return [Batch(*both) for both in zip(data.inputs[rows], data.targets[rows])]
 
     def _pieces(self, jobs: Jobs) -> list[Indices | Batch]:
         """All local data of a block in chunks of bounded size; gathered already if one chunk holds everything."""
         clients = self._sampler.clients
         chunk = int(clients.sizes[jobs.clients].max())
         if self._oracle.each is not None:
-            chunk = max(1, min(chunk, ELEMENTS // (len(jobs.clients) * max(1, clients.inputs[0].numel()))))
+            chunk = max(1, min(chunk, ELEMENTS // (len(jobs.clients) * self._example)))
         pieces = self._sampler.everything(jobs.clients, chunk)
         batch = self._gather(pieces[0]) if len(pieces) == 1 else None
         return [batch] if batch is not None else list(pieces)
@@ -207,7 +229,9 @@ class Work:
         key = fold(keys[:count], counter) if self._oracle.model.dropouts else None
         batch = self._gather(piece.take(count)) if isinstance(piece, Indices) else piece
         if batch is not None:
-            return function(*operands, Batch(*(None if part is None else part[:count] for part in batch[:3]), key))
+            if count < len(batch.inputs):
+                batch = Batch(*(None if part is None else part[:count] for part in batch))  # type: ignore[arg-type]
+            return function(*operands, batch if key is None else batch._replace(key=key))
         # The loss must see whole, unpadded batches: clients with equal counts go together.
         assert isinstance(piece, Indices) and piece.counts is not None
         counts, results = piece.counts[:count], []

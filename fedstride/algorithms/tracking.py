@@ -30,8 +30,8 @@ class Smoothness(NamedTuple):
 
 class Reference(NamedTuple):
     gf: Tensor
-    mean_smoothness: Tensor
-    max_smoothness: Tensor
+    mean_smoothness: Tensor | None = None  # travel only where theory sets the step
+    max_smoothness: Tensor | None = None
 
 
 class GradientTracking(Algorithm):
@@ -48,7 +48,7 @@ class GradientTracking(Algorithm):
     def exchanges(self):
         return (
             Exchange(self.message, self.anchor, self.refer, "gradient"),
-            Exchange(lambda state: Reference(*state[1:]), self.client, self.server),
+            Exchange(self.reference, self.client, self.server),
         )
 
     def init(self, x, fleet):
@@ -63,6 +63,9 @@ class GradientTracking(Algorithm):
 
     def refer(self, state, replies):  # who does not answer is represented by the last gradient
         return state._replace(gf=state.gf + replies.total("dg"))
+
+    def reference(self, state):
+        return Reference(state.gf)
 
     def rate(self, work, msg):
         raise NotImplementedError
@@ -105,6 +108,9 @@ class Tracking(GradientTracking):
     @property
     def prologue(self):
         return () if self.step == "given" else (Exchange(self.message, self.measure, self.smooth, "smoothness"),)
+
+    def reference(self, state):
+        return Reference(state.gf) if self.step == "given" else Reference(*state[1:])
 
     def measure(self, work, msg, memory):
         return Smoothness(work.smoothness(msg.x)), memory

@@ -1,0 +1,12 @@
+"""The networks every benchmark uses."""
+
+from torch import nn
+
+NETWORKS = {
+    "logistic": lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)),
+    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 400), nn.ReLU(), nn.Linear(400, 10)),
+    "cnn": lambda: nn.Sequential(
+        nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10),
+    ),
+}  # fmt: skip

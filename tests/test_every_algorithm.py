@@ -1,0 +1,90 @@
+"""The conformance suite: registering a method is being tested. Capabilities are asked of the class, never its name."""
+
+import conformance
+import pytest
+import torch
+from conformance import HALF, MULTISET, make
+from problems import Quadratics
+
+import fedstride as fs
+
+NAMES = fs.algorithms.names()
+FEDERATED = [name for name in NAMES if not make(name).pooled]
+EXACT = [name for name in NAMES if make(name).exact]
+EXACT_PARTIAL = [name for name in EXACT if make(name).exact_partial]
+PARTIAL = [name for name in FEDERATED if not make(name).full_only]
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("weights", ["data", "uniform"])
+def test_exact_with_everyone(name, weights):
+    conformance.check_exact(make(name), weights)
+
+
+@pytest.mark.parametrize("name", EXACT_PARTIAL)
+@pytest.mark.parametrize("who", [HALF, MULTISET], ids=["half", "multiset"])
+def test_exact_with_part_of_the_fleet(name, who):
+    conformance.check_exact(make(name), participation=who, rounds=400)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_backends_agree(name):
+    conformance.check_backends_agree(make(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resume_equals_uninterrupted(name):
+    conformance.check_resume(make(name))
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_resume_with_part_of_the_fleet(name):
+    conformance.check_resume(make(name), participation=MULTISET)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_traffic(name):
+    conformance.check_traffic(make(name), partial=False)
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_traffic_with_part_of_the_fleet(name):
+    conformance.check_traffic(make(name), partial=True)
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_absent_clients_are_untouched(name):
+    conformance.check_absent_untouched(make(name))
+
+
+@pytest.mark.parametrize("name", FEDERATED)
+def test_bad_uploads_are_rejected(name):
+    conformance.check_rejection(make(name))
+
+
+@pytest.mark.parametrize("name", FEDERATED)
+def test_order_of_replies(name):
+    conformance.check_order_of_replies(make(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_seed_same_bytes_other_seed_other_run(name):
+    problem = Quadratics()
+    one, two, other = (problem.run(make(name), rounds=4, batch_size=3, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one.x, two.x) and one.rows == two.rows
+    assert not torch.equal(one.x, other.x)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_diverging_runs_end_as_such(name):
+    result = Quadratics().run(make(name), rounds=25, lr=1e6, steps=20)
+    if result.status != "diverged":  # normalised steps are bounded: these methods cannot overflow
+        assert torch.isfinite(result.x).all()
+    else:
+        assert result.rows[-1]["round"] < 25 and f"diverged at round {result.rows[-1]['round']}" in result.summary()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if make(name).full_only])
+def test_full_only_methods_refuse_part_of_the_fleet(name):
+    with pytest.raises(fs.FedstrideError, match="needs every client"):
+        Quadratics().run(make(name), participation=HALF)
