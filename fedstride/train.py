@@ -61,7 +61,7 @@ class Work:
         self.steps = torch.as_tensor(jobs.steps, dtype=x.dtype, device=x.device)[:, None]  # [C, 1], steps done
         self.target = torch.as_tensor(jobs.targets, dtype=x.dtype, device=x.device)[:, None]  # [C, 1], steps asked for
         self.lr = torch.as_tensor(jobs.lr, dtype=x.dtype, device=x.device)[:, None]  # [C, 1]
-        self.round = torch.as_tensor(jobs.versions, device=x.device)[:, None] + 1  # [C, 1], counted from 1
+        self.round = torch.as_tensor(jobs.versions, dtype=x.dtype, device=x.device)[:, None] + 1  # [C, 1], counted from 1
         self.train_loss: Tensor | None = None  # [C], mean over the steps of the mini-batch loss
         self._oracle, self._sampler, self._keys, self._local = oracle, sampler, keys, local
         self._example = max(1, sampler.clients.inputs[0].numel())

@@ -46,9 +46,9 @@ class Quadratics:
         }
 
     def model(self) -> nn.Module:
-        model = nn.Linear(self.d, 1, bias=False)
+        model = nn.Linear(self.d, 1, bias=False, dtype=torch.float64)
         with torch.no_grad():
-            model.weight.copy_(torch.linspace(-1, 1, self.d))
+            model.weight.copy_(torch.as_tensor(np.linspace(-1, 1, self.d)))
         return model
 
     def optimum(self, weights: str = "data") -> np.ndarray:

@@ -1,0 +1,103 @@
+"""Every mistake gets one sentence that names the culprit and what would be right, before any work is done."""
+
+import numpy as np
+import pytest
+import torch
+from problems import Quadratics, digits, small_network
+from torch import nn
+
+import fedstride as fs
+
+RUNS = [
+    (dict(algorithm="fedagrak"), r"unknown method 'fedagrak'; did you mean 'fedagrac'\? Choose from .*scaffold"),
+    (dict(algorithm=7), "algorithm must be a name or an instance"),
+    (dict(model="cnn"), "model must be a torch.nn.Module, not str"),
+    (dict(clients=[1, 2]), r"fs\.Clients\.from_arrays"),
+    (dict(steps=0), "steps must be whole numbers from 1, not \\[0\\]"),
+    (dict(steps=[1, 2, -3, 4, 5, 6]), "steps must be whole numbers from 1"),
+    (dict(steps=2.5), "steps must be whole numbers from 1"),
+    (dict(steps=[1, 2]), "steps lists 2 numbers for 6 clients"),
+    (dict(steps="many"), "steps must be"),
+    (dict(steps=np.ones((2, 6))), r"2, 6\); needed are 3 rounds x 6 clients"),
+    (dict(steps=fs.steps.gaussian(-1, 4)), "mean > 0"),
+    (dict(steps=fs.steps.unfinished(2, 3)), r"rho in \[0, 1\]"),
+    (dict(steps=fs.steps.epochs(0)), "epochs must be whole numbers from 1"),
+    (dict(lr=0), "lr must be positive, not 0"),
+    (dict(lr=float("nan")), "lr must be positive"),
+    (dict(lr=[0.1] * 5), "lr lists 5 numbers for 6 clients"),
+    (dict(lr="fast"), "lr must be a number"),
+    (dict(lr=lambda round: -0.1), "lr must be positive; in round 1 it is"),
+    (dict(rounds=0), "rounds must be a whole number from 1"),
+    (dict(every=0), "every must be a whole number from 1"),
+    (dict(batch_size=0), "batch_size must be a whole number from 1"),
+    (dict(sampling="sorted"), "sampling must be 'replacement', 'shuffle' or a function"),
+    (dict(sampling=lambda client, round, step: [10**6]), r"sampling\(\d, 0, 0\) gave"),
+    (dict(participation=fs.participation.uniform(7)), "7 different clients a round, but the fleet has 6"),
+    (dict(participation=fs.participation.uniform(0)), "at least one client"),
+    (dict(participation=fs.participation.bernoulli(0)), "probability above 0"),
+    (dict(participation=[[0], [1]]), "lists 2 cohorts for 3 rounds"),
+    (dict(participation=[[0], [1], [6]]), "cohort of round 3 names client 6; clients are 0 to 5"),
+    (dict(participation=3), "participation must come from fs.participation"),
+    (dict(algorithm="tracking", participation=fs.participation.uniform(3)), "tracking needs every client in every round"),
+    (dict(weights="size"), "weights must be 'data', 'uniform' or None"),
+    (dict(momentum=1.0), r"momentum must be in \[0, 1\)"),
+    (dict(algorithm="fednova", momentum=0.9), "fednova does not allow local momentum"),
+    (dict(algorithm="tracking", clip=1.0), "tracking does not allow local clip; of these options it allows weight_decay"),
+    (dict(device="tpu9"), "unknown device 'tpu9'"),
+    (dict(backend="jax"), "unknown backend 'jax'; choose from auto, sequential, vmap"),
+    (dict(dtype=torch.float16), "dtype must be torch.float32 or torch.float64"),
+    (dict(metrics={"x": len}), "metrics need test data"),
+    (dict(test=(np.zeros((3, 1, 8, 8)), np.zeros(2))), "test has 3 inputs but 2 targets"),
+    (dict(model=nn.Linear(3, 2)), r"the model cannot take the clients' inputs of shape \(1, 8, 8\)"),
+    (dict(loss=lambda out, y: out), "the loss must return a scalar"),
+    (dict(loss=fs.losses.least_squares), "the loss cannot take outputs of shape"),
+    (dict(model=nn.Flatten()), "no trainable parameters"),
+    (dict(schedule=fs.schedule.Sync(fs.participation.full()), participation=fs.participation.uniform(2)), "given twice"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), RUNS, ids=[str(i) for i in range(len(RUNS))])
+def test_bad_settings(changes, words, tmp_path):
+    clients, _ = digits()
+    settings = dict(algorithm="fedavg", model=small_network(), clients=clients, rounds=3, device="cpu")
+    settings |= dict(folder=tmp_path / "run") | changes
+    with pytest.raises(fs.FedstrideError, match=words) as caught:
+        fs.simulate(settings.pop("algorithm"), settings.pop("model"), settings.pop("clients"), **settings)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fs.algorithms.FedProx(mew=1), "fedprox has no option 'mew'; it has mu"),
+        (lambda: fs.algorithms.make("scaffold", option="III"), "option must be one of I, II, not 'III'"),
+        (lambda: fs.algorithms.FedAvg(server_lr=-1), "server_lr must be a number in"),
+        (lambda: fs.algorithms.FedaGrac(calibration="high"), "calibration must be a number or stages"),
+        (lambda: fs.algorithms.FedVeca(alpha=1.5), "alpha must be a number in"),
+        (lambda: fs.Target(), "needs accuracy, loss or train_loss"),
+        (lambda: fs.Clients.from_arrays([]), "there are no clients"),
+        (lambda: fs.Clients.from_arrays([(np.ones((2, 3)), np.ones(2)), (np.ones((0, 3)), np.ones(0))]), "client 1 has no data"),
+        (lambda: fs.Clients.from_arrays([(np.ones((2, 3)), np.ones(3))]), "client 0 has inputs of shape"),
+        (lambda: fs.Clients.from_arrays([(np.ones((2, 3)), np.ones(2)), (np.ones((2, 4)), np.ones(2))]), "client 1 has examples"),
+        (lambda: fs.Clients.from_arrays([(np.full((2, 3), np.nan), np.ones(2))]), "client 0 has NaN or infinity in its inputs"),
+        (lambda: fs.Clients.from_arrays([(np.ones((2, 3)), np.array([1, np.inf]))]), "infinity in its targets"),
+    ],
+)
+def test_bad_objects(make, words):
+    with pytest.raises(fs.FedstrideError, match=words):
+        make()
+
+
+def test_cuda_is_not_silently_replaced():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(fs.FedstrideError, match="torch sees no GPU here"):
+        Quadratics().run("fedavg", device="cuda")
+
+
+def test_a_file_in_the_way_of_the_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    clients, _ = digits()
+    with pytest.raises(fs.FedstrideError, match="cannot create the folder"):
+        fs.simulate("fedavg", small_network(), clients, rounds=1, folder=tmp_path / "file" / "run", device="cpu")

@@ -1,0 +1,318 @@
+"""The vector view, the gradient oracle, sampling, and local training."""
+
+import numpy as np
+import pytest
+import torch
+from problems import Quadratics, digits, small_network
+from torch import nn
+
+import fedstride as fs
+from fedstride.oracle import choose
+from fedstride.sampling import Sampler
+from fedstride.vector import PatchConv2d, VectorModel
+
+CPU = torch.device("cpu")
+
+
+def run(model, clients, **changes):
+    settings = dict(rounds=3, lr=0.1, steps=[4, 1, 3, 2, 5, 2], batch_size=5, device="cpu", dtype=torch.float64)
+    return fs.simulate(changes.pop("method", "fedavg"), model, clients, **(settings | changes))
+
+
+def agree(one, two, tolerance=1e-10):
+    torch.testing.assert_close(one.x, two.x, rtol=tolerance, atol=tolerance)
+
+
+def test_vector_and_back():
+    model = small_network()
+    vector = VectorModel(model, torch.float32)
+    assert len(vector.x) == sum(p.numel() for p in model.parameters())
+    again = vector.loaded(vector.x + 1)
+    for mine, theirs in zip(again.parameters(), model.parameters()):
+        torch.testing.assert_close(mine, theirs + 1)
+    inputs = torch.rand(3, 1, 8, 8)
+    torch.testing.assert_close(vector.predict(vector.x, inputs), model.eval()(inputs))
+
+
+def test_frozen_parameters_stay_and_are_not_in_the_vector():
+    model = small_network()
+    model[0].weight.requires_grad_(False)
+    clients, _ = digits()
+    result = run(model, clients)
+    assert len(result.x) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert torch.equal(result.model[0].weight, model[0].weight)
+    assert not torch.equal(result.model[5].weight, model[5].weight)
+    agree(result, run(model, clients, backend="vmap"))
+
+
+def test_tied_weights():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(64, 64)
+            self.two = nn.Linear(64, 64)
+            self.two.weight = self.one.weight
+            self.out = nn.Linear(64, 10)
+
+        def forward(self, x):
+            return self.out(self.two(self.one(x.flatten(1))).tanh())
+
+    torch.manual_seed(0)
+    model, (clients, _) = Tied(), digits()
+    sequential, batched = (run(model, clients, backend=backend) for backend in ("sequential", "vmap"))
+    agree(sequential, batched)
+    assert len(sequential.x) == 64 * 64 + 64 + 64 + 650
+
+
+def test_unused_parameters_get_zero_gradients():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 10), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.used(x.flatten(1))
+
+    torch.manual_seed(0)
+    model, (clients, _) = Idle(), digits()
+    for backend in ("sequential", "vmap"):
+        result = run(model, clients, backend=backend)
+        assert torch.equal(result.model.unused.weight, model.unused.weight)
+
+
+def test_batchnorm_is_refused_in_words_unless_its_statistics_are_off():
+    clients, _ = digits()
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
+    with pytest.raises(fs.FedstrideError, match=r"layer '1' is a BatchNorm with running statistics.*GroupNorm"):
+        run(model, clients)
+    model[1] = nn.BatchNorm2d(4, track_running_stats=False)
+    agree(run(model, clients, backend="sequential"), run(model, clients, backend="vmap"))
+    # Padding would change the statistics of a batch, so ragged batches must go unpadded.
+    ragged = dict(sampling="shuffle", batch_size=6)
+    agree(run(model, clients, backend="sequential", **ragged), run(model, clients, backend="vmap", **ragged))
+    model[1] = nn.GroupNorm(2, 4)
+    agree(run(model, clients, backend="sequential"), run(model, clients, backend="vmap"))
+
+
+def test_modules_with_a_life_of_their_own_are_refused():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(64, 10)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.out(x.flatten(1))
+
+    class Noisy(nn.Sequential):
+        def forward(self, x):
+            return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+    clients, _ = digits()
+    with pytest.raises(fs.FedstrideError, match="changes its buffer 'calls'"):
+        run(Counter(), clients)
+    with pytest.raises(fs.FedstrideError, match=r"random numbers outside nn\.Dropout"):
+        run(Noisy(nn.Flatten(), nn.Linear(64, 10)), clients)
+
+
+def test_dropout_is_keyed_by_client_and_step_not_by_order():
+    clients, _ = digits()
+    model = small_network(0.5)
+    whole = run(model, clients, backend="vmap")
+    state = torch.random.get_rng_state()
+    torch.manual_seed(123)
+    agree(whole, run(model, clients, backend="sequential", chunk=1))
+    torch.random.set_rng_state(state)
+    assert not torch.equal(whole.x, run(model, clients, seed=1).x)
+    off = run(small_network(0.0), clients)
+    assert not torch.allclose(whole.x, off.x)
+
+
+def test_dropout_keeps_the_right_share_and_scale():
+    from fedstride.vector import KeyedDropout
+
+    for channelwise, shape in ((False, (50, 400)), (True, (200, 100, 3, 3))):
+        layer = KeyedDropout(0.3, channelwise)
+        layer.key = torch.tensor(12345)
+        out = layer(torch.ones(shape))
+        assert out.unique().tolist() == pytest.approx([0, 1 / 0.7])
+        assert out.mean().item() == pytest.approx(1, abs=0.03)
+        if channelwise:
+            assert (out.flatten(2).std(2) == 0).all()
+        layer.eval()
+        assert torch.equal(layer(torch.ones(shape)), torch.ones(shape))
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"dilation": 2, "bias": False}])
+def test_patch_convolution(options):
+    torch.manual_seed(0)
+    conv, inputs = nn.Conv2d(3, 5, 3, **options), torch.randn(2, 3, 11, 9)
+    torch.testing.assert_close(PatchConv2d(conv)(inputs), conv(inputs), rtol=1e-5, atol=1e-5)
+    both = [VectorModel(nn.Sequential(conv, nn.ReLU()), torch.float64, patches=patches) for patches in (False, True)]
+    torch.testing.assert_close(*(m.outputs(m.x, inputs.double()) for m in both), rtol=1e-12, atol=1e-12)
+    assert both[0].names == both[1].names
+
+
+def test_sequential_threads_give_the_same_bytes_as_one_thread():
+    clients, _ = digits()
+    model = small_network(0.3)
+    one = run(model, clients, backend="sequential", method="fedagrac")
+    torch.set_num_threads(2)
+    try:
+        two = run(model, clients, backend="sequential", method="fedagrac")
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(one.x, two.x)
+
+
+def test_auto_follows_its_stated_rule():
+    small = VectorModel(nn.Linear(784, 10), torch.float32)
+    large = VectorModel(nn.Linear(784, 400), torch.float32)
+    conv = VectorModel(nn.Conv2d(1, 2, 3), torch.float32)
+    assert [choose("auto", model, CPU, 10) for model in (small, large, conv)] == ["vmap", "sequential", "sequential"]
+    assert choose("auto", small, CPU, 1) == "sequential"
+    assert choose("auto", conv, torch.device("cuda"), 10) == "vmap"
+
+
+@pytest.mark.parametrize(
+    "loss", [fs.losses.cross_entropy, nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.CrossEntropyLoss(reduction="sum")]
+)
+@pytest.mark.parametrize("settings", [dict(batch_size=None), dict(batch_size=6, sampling="shuffle")])
+def test_ragged_batches_agree_for_every_kind_of_loss(loss, settings):
+    clients, _ = digits()
+    rates = dict(lr=0.005 if getattr(loss, "reduction", "") == "sum" else 0.1)
+    one, two = (run(small_network(), clients, backend=b, loss=loss, **settings, **rates) for b in ("sequential", "vmap"))
+    agree(one, two)
+
+
+def test_class_weights_are_not_silently_dropped():
+    clients, _ = digits()
+    weights = torch.linspace(0.1, 3, 10, dtype=torch.float64)
+    loss = nn.CrossEntropyLoss(weight=weights)
+    one, two = (run(small_network(), clients, backend=b, loss=loss, batch_size=None) for b in ("sequential", "vmap"))
+    agree(one, two)
+    inputs, targets = (part.double() if part.is_floating_point() else part for part in clients.data(3))
+    model = small_network().double()
+    grads = torch.autograd.grad(loss(model(inputs), targets), list(model.parameters()))
+    alone = fs.Clients.from_arrays([clients.data(3)])
+    step = run(small_network(), alone, loss=loss, batch_size=None, rounds=1, steps=1, lr=1.0)
+    start = torch.cat([p.detach().flatten() for p in model.parameters()])
+    torch.testing.assert_close(start - step.x, torch.cat([g.flatten() for g in grads]), rtol=1e-10, atol=1e-10)
+
+
+def test_full_gradients_do_not_depend_on_the_chunk(monkeypatch):
+    clients, _ = digits()
+    settings = dict(batch_size=None, method="scaffold", backend="vmap")
+    whole = run(small_network(), clients, **settings)
+    monkeypatch.setattr(fs.train, "ELEMENTS", 64 * 6 * 3)  # three examples of each client at a time
+    agree(whole, run(small_network(), clients, **settings))
+    agree(whole, run(small_network(), clients, **settings | {"backend": "sequential"}))
+
+
+def test_batches_gathered_ahead_change_nothing(monkeypatch):
+    clients, _ = digits()
+    whole = run(small_network(), clients, backend="vmap")
+    monkeypatch.setattr(fs.train, "GATHER", 1)
+    assert torch.equal(whole.x, run(small_network(), clients, backend="vmap").x)
+
+
+def test_no_wasted_gradients():
+    """The active prefix shrinks: the oracle sees exactly as many rows as there are steps."""
+    problem, rows = Quadratics(), []
+    original = fs.oracle.Vmap.__call__
+
+    def count(self, y, batch):
+        rows.append(len(y))
+        return original(self, y, batch)
+
+    fs.oracle.Vmap.__call__ = count
+    try:
+        problem.run("fedprox", rounds=1, steps=[1, 9, 4, 4, 2, 7])
+    finally:
+        fs.oracle.Vmap.__call__ = original
+    assert sum(rows) == 27 and rows == sorted(rows, reverse=True) and rows[0] == 6 and rows[-1] == 1
+
+
+def test_shuffle_visits_everything_once_an_epoch():
+    clients = fs.Clients.from_arrays([(np.zeros((n, 1)), np.zeros(n)) for n in (7, 12)])
+    sampler = Sampler(clients, 5, "shuffle")
+    jobs = fs.sampling.Jobs(np.arange(2), *(np.zeros(2, dtype=np.int64) for _ in range(2)), *(np.full(2, 6) for _ in range(4)))
+    keys = torch.tensor([11, 22])
+    for client, n, passes in ((0, 7, 2), (1, 12, 3)):
+        batches = sampler.batches(jobs, keys, 0, 6)
+        seen = [batch.rows[client, : batch.counts[client]].tolist() for batch in batches]
+        epochs = [sum(seen[start : start + passes], []) for start in range(0, 6, passes)]
+        for epoch in epochs:
+            assert sorted(epoch) == sorted(clients.order[clients.offsets[client] :][:n].tolist())
+        assert epochs[0] != epochs[1]
+        later = sampler.batches(jobs, keys, 3, 6)
+        assert [batch.rows[client, : batch.counts[client]].tolist() for batch in later] == seen[3:]
+
+
+def test_somebody_elses_run_is_replayed_exactly():
+    """Batches, steps and cohorts from a list, against a plain PyTorch loop."""
+    clients, _ = digits()
+    rng = np.random.default_rng(0)
+    steps = rng.integers(0, 4, (3, 6))
+    cohorts = [[0, 2, 3], [1, 2, 5, 5], [4, 0]]
+    batches = {
+        (client, round, step): rng.integers(0, clients.sizes[client], rng.integers(1, 7))
+        for client in range(6)
+        for round in range(3)
+        for step in range(4)
+    }
+    model = small_network().double()
+    loss = nn.CrossEntropyLoss()
+    x = torch.cat([p.detach().flatten() for p in model.parameters()])
+    weights = clients.sizes / clients.sizes.sum()
+    for round, cohort in enumerate(cohorts):
+        total, share = torch.zeros_like(x), 0.0
+        for client in cohort:
+            if steps[round, client] == 0:
+                continue
+            nn.utils.vector_to_parameters(x.clone(), model.parameters())
+            optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+            inputs, targets = clients.data(client)
+            for step in range(steps[round, client]):
+                chosen = batches[client, round, step]
+                optimiser.zero_grad()
+                loss(model(inputs[chosen].double()), targets[chosen]).backward()
+                optimiser.step()
+            y = nn.utils.parameters_to_vector(model.parameters()).detach()
+            total, share = total + weights[client] * (y - x), share + weights[client]
+        x = x + total / share if share else x
+    for backend in ("sequential", "vmap"):
+        result = run(
+            small_network(), clients, backend=backend, steps=steps, participation=cohorts,
+            sampling=lambda client, round, step: batches[client, round, step],
+        )  # fmt: skip
+        torch.testing.assert_close(result.x, x, rtol=1e-10, atol=1e-10)
+
+
+def test_local_options_against_torch_sgd():
+    clients, _ = digits()
+    inputs, targets = (p.double() if p.is_floating_point() else p for p in clients.data(0))
+    model = small_network().double()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.8, weight_decay=0.01)
+    for _ in range(5):
+        optimiser.zero_grad()
+        fs.losses.cross_entropy(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimiser.step()
+    alone = fs.Clients.from_arrays([clients.data(0)])
+    options = dict(momentum=0.8, weight_decay=0.01, clip=0.5)
+    result = run(small_network(), alone, rounds=1, steps=5, batch_size=None, **options)
+    torch.testing.assert_close(result.x, nn.utils.parameters_to_vector(model.parameters()).detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: torch sees no CUDA device")
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedagrac", "tracking"])
+def test_gpu_agrees_with_cpu(method):
+    clients, test = digits()
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 5e-3)):
+        on = {
+            device: run(small_network(0.3), clients, method=method, device=device, backend=backend, dtype=dtype, test=test)
+            for device, backend in (("cpu", "sequential"), ("cuda", "vmap"))
+        }
+        torch.testing.assert_close(on["cuda"].x.cpu(), on["cpu"].x, rtol=tolerance, atol=tolerance)
