@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, device {options.device}, batch {BATCH}")
-    print("| model | clients | sequential | vmap | auto takes | pfl 0.6.0 | auto / pfl |\n|---|---|---|---|---|---|---|")
+    print(
+        "| model | clients | sequential | vmap | auto takes | pfl 0.6.0 | auto / pfl |\n|---|---|---|---|---|---|---|"
+    )
     for name in options.models.split(","):
         for clients in (int(count) for count in options.clients.split(",")):
             figures: dict[str, list[float]] = {"sequential": [], "vmap": [], "pfl": []}
@@ -81,7 +83,10 @@ def main() -> None:
             vector = fs.vector.VectorModel(NETWORKS[name](), torch.float32)
             auto = fs.oracle.choose("auto", vector, torch.device(options.device), clients)
             peer = f"{middle['pfl']:,.0f} | {middle[auto] / middle['pfl']:.1f}x" if options.pfl else "- | -"
-            print(f"| {name} | {clients} | {middle['sequential']:,.0f} | {middle['vmap']:,.0f} | {auto} | {peer} |", flush=True)
+            print(
+                f"| {name} | {clients} | {middle['sequential']:,.0f} | {middle['vmap']:,.0f} | {auto} | {peer} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -64,9 +64,7 @@ def main(name: str, clients: int, batch: int, steps: int, rounds: int) -> None:
         for _ in range(clients)
     ]
     draw = np.random.RandomState(0)
-    data = FederatedDataset(
-        lambda user: Dataset(raw_data=users[user], user_id=user), lambda: draw.randint(clients)
-    )
+    data = FederatedDataset(lambda user: Dataset(raw_data=users[user], user_id=user), lambda: draw.randint(clients))
     network = Network(name).to(device)
     model = PyTorchModel(
         network,

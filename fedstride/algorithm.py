@@ -161,7 +161,9 @@ def check_choice(method: Algorithm, field: str, choices: tuple[str, ...]) -> Non
         raise FedstrideError(f"{method.name}: {field} must be one of {', '.join(choices)}, not {value!r}")
 
 
-def check_number(method: Algorithm, field: str, low: float = 0.0, high: float = float("inf"), open: bool = False) -> None:
+def check_number(
+    method: Algorithm, field: str, low: float = 0.0, high: float = float("inf"), open: bool = False
+) -> None:
     """Refuse a number outside [low, high], or outside (low, high) if `open`."""
     value = getattr(method, field)
     inside = isinstance(value, (int, float)) and (low < value < high if open else low <= value <= high)

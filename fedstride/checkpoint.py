@@ -88,7 +88,9 @@ class Folder:
             stored = json.loads(path.read_text())
             body, checksum = stored["run"], stored["sha256"]
         except (OSError, ValueError, KeyError, TypeError):
-            raise FedstrideError(f"{path} is damaged; delete the folder to start again, or restore it from a copy") from None
+            raise FedstrideError(
+                f"{path} is damaged; delete the folder to start again, or restore it from a copy"
+            ) from None
         if hashlib.sha256(json.dumps(body).encode()).hexdigest() != checksum:
             raise FedstrideError(f"{path} does not match its checksum; the checkpoint is damaged")
         if body["format"] != FORMAT:

@@ -19,7 +19,7 @@ class Fleet(NamedTuple):
     sizes: Tensor  # [N], examples a client holds
 
     @property
-    def count(self) -> int:
+    def clients(self) -> int:
         """Number of clients N."""
         return len(self.sizes)
 
@@ -41,7 +41,8 @@ class Clients:
     @classmethod
     def from_arrays(cls, pairs: Sequence[tuple[Any, Any]]) -> Clients:
         """One pair (inputs, targets) of arrays or tensors a client."""
-        inputs, targets = [], []
+        inputs: list[Tensor] = []
+        targets: list[Tensor] = []
         for client, pair in enumerate(pairs):
             if len(pair) != 2:
                 raise FedstrideError(f"client {client} must be a pair (inputs, targets), not {len(pair)} things")

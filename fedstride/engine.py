@@ -163,7 +163,7 @@ def _jobs(run: Run, plan: Plan, cohort: Cohort, number: int) -> Jobs:
     rates = np.asarray(plan.lr(max(1, number)), dtype=np.float64)
     if not np.isfinite(rates).all() or (rates <= 0).any():
         raise FedstrideError(f"lr must be positive; in round {number} it is {rates.tolist()}")
-    lr = np.broadcast_to(rates, (plan.fleet.count,))[clients]
+    lr = np.broadcast_to(rates, (plan.fleet.clients,))[clients]
     versions = np.full(len(clients), max(0, number - 1))
     return Jobs(clients, versions, np.zeros_like(versions), targets, done, lr, cohort.times)
 

@@ -23,7 +23,9 @@ def _signed(value: int) -> int:
 
 def mix(z: Tensor) -> Tensor:
     """Scramble 64-bit integers; neighbouring counters come out unrelated."""
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(FIRST)  # the masks turn torch's arithmetic shift into a logical one
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(
+        FIRST
+    )  # the masks turn torch's arithmetic shift into a logical one
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(SECOND)
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 

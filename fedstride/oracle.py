@@ -14,7 +14,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class Oracle:
         self.model = model
         self.loss = loss
         # The loss per example and its reduction; None where the loss must see whole batches.
+        self.each: LossFunction | None
         self.each, self.reduction = each if each and not model.mixes_examples else (None, "")
 
     def row_loss(
@@ -71,7 +72,7 @@ class Oracle:
         y.addcmul_(g, lr, value=-1)
         return (loss,)
 
-    def row_curvature(self, row: Tensor, v: Tensor, *batch: Tensor | None) -> Tensor:
+    def row_curvature(self, row: Tensor, v: Tensor, *batch: Any) -> Tensor:
         """Hessian times vector, reverse over reverse, because every layer has a backward."""
         return grad(lambda at: (grad(self.row_loss)(at, *batch) * v).sum())(row)
 

@@ -105,11 +105,15 @@ class Listed(Participation):
 
     def check(self, count: int, rounds: int) -> None:
         if len(self.cohorts) < rounds:
-            raise FedstrideError(f"participation lists {len(self.cohorts)} cohorts for {rounds} rounds; one a round is needed")
+            raise FedstrideError(
+                f"participation lists {len(self.cohorts)} cohorts for {rounds} rounds; one a round is needed"
+            )
         for number, cohort in enumerate(self.cohorts, start=1):
             for client in cohort:
                 if not 0 <= client < count:
-                    raise FedstrideError(f"the cohort of round {number} names client {client}; clients are 0 to {count - 1}")
+                    raise FedstrideError(
+                        f"the cohort of round {number} names client {client}; clients are 0 to {count - 1}"
+                    )
 
     def draw(self, rng: np.random.Generator, weights: np.ndarray, round: int) -> Cohort:
         return _counted(np.array(self.cohorts[round - 1]))

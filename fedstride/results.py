@@ -57,11 +57,13 @@ class Result:
             if seen:
                 pick = max if name == "accuracy" else min
                 best = pick(seen, key=lambda row: row[name])
-                lines.append(f"  {name}: {seen[-1][name]:.4f} at the end, best {best[name]:.4f} in round {best['round']}")
-        totals = {name: sum(row.get(name, 0) for row in self.rows) for name in ("bytes_up", "bytes_down", "steps", "rejected")}
-        lines.append(
-            f"  {totals['steps']:,} client steps, {totals['bytes_up'] / 1e6:,.2f} MB up, {totals['bytes_down'] / 1e6:,.2f} MB down"
-        )
+                lines.append(
+                    f"  {name}: {seen[-1][name]:.4f} at the end, best {best[name]:.4f} in round {best['round']}"
+                )
+        counters = ("bytes_up", "bytes_down", "steps", "rejected")
+        totals = {name: sum(row.get(name, 0) for row in self.rows) for name in counters}
+        up, down = totals["bytes_up"] / 1e6, totals["bytes_down"] / 1e6
+        lines.append(f"  {totals['steps']:,} client steps, {up:,.2f} MB up, {down:,.2f} MB down")
         if last.get("seconds"):
             lines.append(f"  {last['seconds']:,.1f} virtual seconds")
         if totals["rejected"]:

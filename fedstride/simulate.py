@@ -237,7 +237,9 @@ def _rate(lr: Any, count: int) -> Callable[[int], Any]:
     try:
         rates = np.asarray(lr, dtype=np.float64)
     except (TypeError, ValueError):
-        raise FedstrideError(f"lr must be a number, one number a client, or a function of the round, not {lr!r}") from None
+        raise FedstrideError(
+            f"lr must be a number, one number a client, or a function of the round, not {lr!r}"
+        ) from None
     if rates.ndim > 1 or rates.size not in (1, count):
         raise FedstrideError(f"lr lists {rates.size} numbers for {count} clients; give one, or one a client")
     if not np.isfinite(rates).all() or (rates <= 0).any():

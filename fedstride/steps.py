@@ -40,7 +40,9 @@ class Fixed(Steps):
     def check(self, count: int, rounds: int) -> None:
         _check_steps(np.array(self.counts), "steps")
         if len(self.counts) not in (1, count):
-            raise FedstrideError(f"steps lists {len(self.counts)} numbers for {count} clients; give one, or one a client")
+            raise FedstrideError(
+                f"steps lists {len(self.counts)} numbers for {count} clients; give one, or one a client"
+            )
 
     def draw(self, clients: np.ndarray, round: int, epoch: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         counts = np.array(self.counts, dtype=np.int64)
@@ -59,7 +61,9 @@ class Listed(Steps):
     def check(self, count: int, rounds: int) -> None:
         _check_steps(self.table, "steps", lowest=0)
         if self.table.shape[0] < rounds or self.table.shape[1] != count:
-            raise FedstrideError(f"steps is a table of {self.table.shape}; needed are {rounds} rounds x {count} clients")
+            raise FedstrideError(
+                f"steps is a table of {self.table.shape}; needed are {rounds} rounds x {count} clients"
+            )
 
     def draw(self, clients: np.ndarray, round: int, epoch: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         return _same(self.table[round - 1, clients].astype(np.int64))
@@ -75,11 +79,16 @@ class Gaussian(Steps):
 
     def check(self, count: int, rounds: int) -> None:
         if self.mean <= 0 or self.variance < 0:
-            raise FedstrideError(f"gaussian steps need mean > 0 and variance >= 0, not {self.mean!r}, {self.variance!r}")
+            raise FedstrideError(
+                f"gaussian steps need mean > 0 and variance >= 0, not {self.mean!r}, {self.variance!r}"
+            )
 
     def draw(self, clients: np.ndarray, round: int, epoch: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         when = round if self.redraw else 0
-        draws = [generator(seed, "steps", int(client), when).normal(self.mean, math.sqrt(self.variance)) for client in clients]
+        draws = [
+            generator(seed, "steps", int(client), when).normal(self.mean, math.sqrt(self.variance))
+            for client in clients
+        ]
         return _same(np.maximum(1, np.abs(np.array(draws)).astype(np.int64)))
 
 

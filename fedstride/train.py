@@ -61,7 +61,9 @@ class Work:
         self.steps = torch.as_tensor(jobs.steps, dtype=x.dtype, device=x.device)[:, None]  # [C, 1], steps done
         self.target = torch.as_tensor(jobs.targets, dtype=x.dtype, device=x.device)[:, None]  # [C, 1], steps asked for
         self.lr = torch.as_tensor(jobs.lr, dtype=x.dtype, device=x.device)[:, None]  # [C, 1]
-        self.round = torch.as_tensor(jobs.versions, dtype=x.dtype, device=x.device)[:, None] + 1  # [C, 1], counted from 1
+        self.round = (
+            torch.as_tensor(jobs.versions, dtype=x.dtype, device=x.device)[:, None] + 1
+        )  # [C, 1], counted from 1
         self.train_loss: Tensor | None = None  # [C], mean over the steps of the mini-batch loss
         self._oracle, self._sampler, self._keys, self._local = oracle, sampler, keys, local
         self._example = max(1, sampler.clients.inputs[0].numel())
@@ -96,9 +98,9 @@ class Work:
     ) -> Any:
         """Every client's local steps from x: y <- y - lr * direction(g, y, *rows).
 
-        Per-client tensors reach `direction` only through `rows` and `carry`, because they are sliced as clients finish.
-        With a carry (a tensor or tuple of per-client tensors), `direction(g, y, carry, *rows)` returns (step, carry) and
-        `descend` returns (y, carry).
+        Per-client tensors reach `direction` only through `rows` and `carry`, because they are sliced as clients
+        finish. With a carry (a tensor or tuple of per-client tensors), `direction(g, y, carry, *rows)` returns (step,
+        carry) and `descend` returns (y, carry).
         """
         count = len(self.steps)
         y, rate = x.new_empty(count, x.shape[-1]), (self.lr if lr is None else lr).expand(count, 1)
@@ -109,7 +111,14 @@ class Work:
             jobs, keys = self.jobs.take(block), self._keys[block]
             full, slab = self._sampler.full, self._slab(len(keys))
             pieces: list[Indices | Batch] = self._pieces(jobs) if full else []
-            own = (y[block], rate[block], losses[block], velocity[block], _slice(rows, block, count), _slice(carry, block, count))
+            own = (
+                y[block],
+                rate[block],
+                losses[block],
+                velocity[block],
+                _slice(rows, block, count),
+                _slice(carry, block, count),
+            )
             plain = direction is None and not full and self._local == Local()
             own[0].copy_(_slice(x, block, count))
             active = 0
@@ -213,7 +222,9 @@ class Work:
         batch = self._gather(pieces[0]) if len(pieces) == 1 else None
         return [batch] if batch is not None else list(pieces)
 
-    def _total(self, function: Callable, operands: tuple[Tensor, ...], pieces: list, keys: Tensor, counter: int) -> tuple:
+    def _total(
+        self, function: Callable, operands: tuple[Tensor, ...], pieces: list, keys: Tensor, counter: int
+    ) -> tuple:
         """Sum of a function's results over the chunks of the local data."""
         total = self._apply(function, operands, pieces[0], keys, counter)
         for position, piece in enumerate(pieces[1:], start=1):

@@ -52,15 +52,15 @@ class PatchConv2d(nn.Module):
         super().__init__()
         self.weight, self.bias = conv.weight, conv.bias
         self.kernel_size, self.stride = conv.kernel_size, conv.stride
-        self.padding, self.dilation = conv.padding, conv.dilation
+        self.padding, self.dilation = tuple(int(p) for p in conv.padding), conv.dilation
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Same numbers as the convolution, to rounding."""
         height, width = (
-            (n + 2 * int(p) - d * (k - 1) - 1) // s + 1
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
             for n, p, d, k, s in zip(inputs.shape[-2:], self.padding, self.dilation, self.kernel_size, self.stride)
         )
-        patches = F.unfold(inputs, self.kernel_size, self.dilation, self.padding, self.stride)  # type: ignore[arg-type]
+        patches = F.unfold(inputs, self.kernel_size, self.dilation, self.padding, self.stride)
         out = self.weight.flatten(1) @ patches
         if self.bias is not None:
             out = out + self.bias[:, None]
@@ -73,7 +73,7 @@ def _plain(conv: nn.Conv2d) -> bool:
 
 def _swap(module: nn.Module, patches: bool) -> nn.Module:
     """Replace dropout by the keyed one and, if asked, plain convolutions by patch products; names stay the same."""
-    new = {}
+    new: dict[str, nn.Module] = {}
     for name, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, (nn.Dropout, *CHANNELWISE)):
             new[name] = KeyedDropout(child.p, isinstance(child, CHANNELWISE))
@@ -167,7 +167,9 @@ class VectorModel:
                 ) from None
         for name, buffer in self.module.named_buffers():
             if not torch.equal(buffer, before[name]):
-                raise FedstrideError(f"the model changes its buffer {name!r} while training; buffers must stay constant")
+                raise FedstrideError(
+                    f"the model changes its buffer {name!r} while training; buffers must stay constant"
+                )
         if not isinstance(outputs, Tensor):
             raise FedstrideError(f"the model must return one tensor, not {type(outputs).__name__}")
         if not torch.equal(outputs, again):

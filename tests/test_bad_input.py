@@ -38,11 +38,17 @@ RUNS = [
     (dict(participation=[[0], [1]]), "lists 2 cohorts for 3 rounds"),
     (dict(participation=[[0], [1], [6]]), "cohort of round 3 names client 6; clients are 0 to 5"),
     (dict(participation=3), "participation must come from fs.participation"),
-    (dict(algorithm="tracking", participation=fs.participation.uniform(3)), "tracking needs every client in every round"),
+    (
+        dict(algorithm="tracking", participation=fs.participation.uniform(3)),
+        "tracking needs every client in every round",
+    ),
     (dict(weights="size"), "weights must be 'data', 'uniform' or None"),
     (dict(momentum=1.0), r"momentum must be in \[0, 1\)"),
     (dict(algorithm="fednova", momentum=0.9), "fednova does not allow local momentum"),
-    (dict(algorithm="tracking", clip=1.0), "tracking does not allow local clip; of these options it allows weight_decay"),
+    (
+        dict(algorithm="tracking", clip=1.0),
+        "tracking does not allow local clip; of these options it allows weight_decay",
+    ),
     (dict(device="tpu9"), "unknown device 'tpu9'"),
     (dict(backend="jax"), "unknown backend 'jax'; choose from auto, sequential, vmap"),
     (dict(dtype=torch.float16), "dtype must be torch.float32 or torch.float64"),
@@ -52,7 +58,10 @@ RUNS = [
     (dict(loss=lambda out, y: out), "the loss must return a scalar"),
     (dict(loss=fs.losses.least_squares), "the loss cannot take outputs of shape"),
     (dict(model=nn.Flatten()), "no trainable parameters"),
-    (dict(schedule=fs.schedule.Sync(fs.participation.full()), participation=fs.participation.uniform(2)), "given twice"),
+    (
+        dict(schedule=fs.schedule.Sync(fs.participation.full()), participation=fs.participation.uniform(2)),
+        "given twice",
+    ),
 ]
 
 
@@ -77,10 +86,19 @@ def test_bad_settings(changes, words, tmp_path):
         (lambda: fs.algorithms.FedVeca(alpha=1.5), "alpha must be a number in"),
         (lambda: fs.Target(), "needs accuracy, loss or train_loss"),
         (lambda: fs.Clients.from_arrays([]), "there are no clients"),
-        (lambda: fs.Clients.from_arrays([(np.ones((2, 3)), np.ones(2)), (np.ones((0, 3)), np.ones(0))]), "client 1 has no data"),
+        (
+            lambda: fs.Clients.from_arrays([(np.ones((2, 3)), np.ones(2)), (np.ones((0, 3)), np.ones(0))]),
+            "client 1 has no data",
+        ),
         (lambda: fs.Clients.from_arrays([(np.ones((2, 3)), np.ones(3))]), "client 0 has inputs of shape"),
-        (lambda: fs.Clients.from_arrays([(np.ones((2, 3)), np.ones(2)), (np.ones((2, 4)), np.ones(2))]), "client 1 has examples"),
-        (lambda: fs.Clients.from_arrays([(np.full((2, 3), np.nan), np.ones(2))]), "client 0 has NaN or infinity in its inputs"),
+        (
+            lambda: fs.Clients.from_arrays([(np.ones((2, 3)), np.ones(2)), (np.ones((2, 4)), np.ones(2))]),
+            "client 1 has examples",
+        ),
+        (
+            lambda: fs.Clients.from_arrays([(np.full((2, 3), np.nan), np.ones(2))]),
+            "client 0 has NaN or infinity in its inputs",
+        ),
         (lambda: fs.Clients.from_arrays([(np.ones((2, 3)), np.array([1, np.inf]))]), "infinity in its targets"),
     ],
 )

@@ -76,7 +76,9 @@ def test_gaussian_steps():
     fixed, redrawn = fs.steps.gaussian(500, 10_000), fs.steps.gaussian(500, 10_000, redraw=True)
     ids, epoch = np.arange(2000), np.ones(2000, dtype=np.int64)
     one, two = (fixed.draw(ids, round, epoch, 0)[0] for round in (1, 2))
-    assert (one == two).all() and one.mean() == pytest.approx(500, rel=0.02) and one.std() == pytest.approx(100, rel=0.05)
+    assert (
+        (one == two).all() and one.mean() == pytest.approx(500, rel=0.02) and one.std() == pytest.approx(100, rel=0.05)
+    )
     assert (redrawn.draw(ids, 1, epoch, 0)[0] != redrawn.draw(ids, 2, epoch, 0)[0]).mean() > 0.9
     assert (fixed.draw(ids[::-1], 1, epoch, 0)[0][::-1] == one).all()
     assert fs.steps.gaussian(1, 4).draw(ids, 1, epoch, 0)[0].min() == 1
@@ -84,7 +86,9 @@ def test_gaussian_steps():
 
 def test_epochs_and_unfinished_steps():
     clients, _ = digits()
-    result = fs.simulate("fedavg", small_network(), clients, rounds=1, steps=fs.steps.epochs(2), batch_size=7, device="cpu")
+    result = fs.simulate(
+        "fedavg", small_network(), clients, rounds=1, steps=fs.steps.epochs(2), batch_size=7, device="cpu"
+    )
     assert result.rows[0]["steps"] == sum(2 * -(-n // 7) for n in clients.sizes)
     rule = fs.steps.unfinished(0.5, 4, epochs=5)
     ids, epoch = np.arange(10), np.full(10, 3)
@@ -100,7 +104,15 @@ def test_rows_and_summary():
     clients, test = digits()
     top3 = lambda out, y: (out.topk(3).indices == y[:, None]).any(1).double().mean()  # noqa: E731
     result = fs.simulate(
-        Scaffold(), small_network(), clients, rounds=5, every=2, test=test, metrics={"top3": top3}, train_loss=True, device="cpu"
+        Scaffold(),
+        small_network(),
+        clients,
+        rounds=5,
+        every=2,
+        test=test,
+        metrics={"top3": top3},
+        train_loss=True,
+        device="cpu",
     )
     assert [row["round"] for row in result.rows] == [1, 2, 3, 4, 5]
     assert ["loss" in row for row in result.rows] == [False, True, False, True, True]
@@ -226,7 +238,9 @@ class TestFolders:
     def test_damage_is_noticed(self, tmp_path, damage):
         self.start(tmp_path)
         tensors = next(tmp_path.glob("tensors-*"))
-        target = {"tensors": tensors, "missing": tensors, "rows": tmp_path / "rows.jsonl"}.get(damage, tmp_path / "run.json")
+        target = {"tensors": tensors, "missing": tensors, "rows": tmp_path / "rows.jsonl"}.get(
+            damage, tmp_path / "run.json"
+        )
         if damage == "missing":
             target.unlink()
         else:

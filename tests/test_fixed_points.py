@@ -91,7 +91,10 @@ def test_fedagrac_below_calibration_one_is_biased_and_the_increasing_schedule_is
 
 @pytest.mark.parametrize("mode", ["std", "avg", "first", "reverse"])
 def test_fedagrac_all_scope_is_exact_with_part_of_the_fleet(mode):
-    problem, who = Quadratics(), fs.participation.uniform(3 if mode in ("std", "first") else 4, mode in ("avg", "reverse"))
+    problem, who = (
+        Quadratics(),
+        fs.participation.uniform(3 if mode in ("std", "first") else 4, mode in ("avg", "reverse")),
+    )
     result = problem.run(FedaGrac(mode=mode, nu_scope="all"), participation=who, rounds=350)
     assert problem.distance(result, problem.optimum()) < 1e-10
     missed = problem.run(FedaGrac(mode=mode), participation=who, rounds=100)

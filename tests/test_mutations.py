@@ -87,7 +87,9 @@ def test_everybody_does_as_many_steps_as_the_longest(monkeypatch):
 
 def test_the_same_batch_twice(monkeypatch):
     batches = Sampler.batches
-    monkeypatch.setattr(Sampler, "batches", lambda self, jobs, keys, first, last: [batches(self, jobs, keys, 0, 1)[0]] * (last - first))
+    monkeypatch.setattr(
+        Sampler, "batches", lambda self, jobs, keys, first, last: [batches(self, jobs, keys, 0, 1)[0]] * (last - first)
+    )
     caught(conformance.check_batches_differ)
 
 
@@ -95,7 +97,13 @@ def test_rows_leak_when_the_prefix_shrinks(monkeypatch):
     sliced = train._slice
 
     def shifted(tree, rows, whole):
-        if isinstance(tree, torch.Tensor) and tree.dim() == 2 and tree.shape[1] > 1 and rows.start == 0 and rows.stop < whole:
+        if (
+            isinstance(tree, torch.Tensor)
+            and tree.dim() == 2
+            and tree.shape[1] > 1
+            and rows.start == 0
+            and rows.stop < whole
+        ):
             return tree[whole - rows.stop :]
         if isinstance(tree, tuple):
             parts = [shifted(part, rows, whole) for part in tree]
@@ -113,7 +121,9 @@ def test_only_the_correction_rows_leak(monkeypatch):
     def leaking(self, x, direction=None, rows=(), **more):
         if direction is None:
             return descend(self, x, **more)
-        return descend(self, x, lambda g, y, *parts: direction(g, y, *(row[-len(y) :] for row in rows)), rows=rows, **more)
+        return descend(
+            self, x, lambda g, y, *parts: direction(g, y, *(row[-len(y) :] for row in rows)), rows=rows, **more
+        )
 
     monkeypatch.setattr(train.Work, "descend", leaking)
     caught(conformance.check_exact, make("scaffold"))

@@ -176,13 +176,16 @@ def test_auto_follows_its_stated_rule():
 
 
 @pytest.mark.parametrize(
-    "loss", [fs.losses.cross_entropy, nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.CrossEntropyLoss(reduction="sum")]
+    "loss",
+    [fs.losses.cross_entropy, nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.CrossEntropyLoss(reduction="sum")],
 )
 @pytest.mark.parametrize("settings", [dict(batch_size=None), dict(batch_size=6, sampling="shuffle")])
 def test_ragged_batches_agree_for_every_kind_of_loss(loss, settings):
     clients, _ = digits()
     rates = dict(lr=0.005 if getattr(loss, "reduction", "") == "sum" else 0.1)
-    one, two = (run(small_network(), clients, backend=b, loss=loss, **settings, **rates) for b in ("sequential", "vmap"))
+    one, two = (
+        run(small_network(), clients, backend=b, loss=loss, **settings, **rates) for b in ("sequential", "vmap")
+    )
     agree(one, two)
 
 
@@ -237,7 +240,9 @@ def test_no_wasted_gradients():
 def test_shuffle_visits_everything_once_an_epoch():
     clients = fs.Clients.from_arrays([(np.zeros((n, 1)), np.zeros(n)) for n in (7, 12)])
     sampler = Sampler(clients, 5, "shuffle")
-    jobs = fs.sampling.Jobs(np.arange(2), *(np.zeros(2, dtype=np.int64) for _ in range(2)), *(np.full(2, 6) for _ in range(4)))
+    jobs = fs.sampling.Jobs(
+        np.arange(2), *(np.zeros(2, dtype=np.int64) for _ in range(2)), *(np.full(2, 6) for _ in range(4))
+    )
     keys = torch.tensor([11, 22])
     for client, n, passes in ((0, 7, 2), (1, 12, 3)):
         batches = sampler.batches(jobs, keys, 0, 6)
@@ -303,7 +308,9 @@ def test_local_options_against_torch_sgd():
     alone = fs.Clients.from_arrays([clients.data(0)])
     options = dict(momentum=0.8, weight_decay=0.01, clip=0.5)
     result = run(small_network(), alone, rounds=1, steps=5, batch_size=None, **options)
-    torch.testing.assert_close(result.x, nn.utils.parameters_to_vector(model.parameters()).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        result.x, nn.utils.parameters_to_vector(model.parameters()).detach(), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: torch sees no CUDA device")
@@ -312,7 +319,9 @@ def test_gpu_agrees_with_cpu(method):
     clients, test = digits()
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 5e-3)):
         on = {
-            device: run(small_network(0.3), clients, method=method, device=device, backend=backend, dtype=dtype, test=test)
+            device: run(
+                small_network(0.3), clients, method=method, device=device, backend=backend, dtype=dtype, test=test
+            )
             for device, backend in (("cpu", "sequential"), ("cuda", "vmap"))
         }
         torch.testing.assert_close(on["cuda"].x.cpu(), on["cpu"].x, rtol=tolerance, atol=tolerance)

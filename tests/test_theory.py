@@ -27,8 +27,8 @@ def least_squares(interpolate: bool, rho: float = 0.0, seed: int = 1, clients: i
 class Problem:
     """Sum losses 1/2 ||A_i x - b_i||^2 started at zero, reduced to their Gram matrices so that a run takes seconds.
 
-    A client's pair (A_i, b_i) is replaced by (R_i, q_i) with R_i'R_i = A_i'A_i and R_i'q_i = A_i'b_i, which has the same
-    gradients and the same loss up to a constant.
+    A client's pair (A_i, b_i) is replaced by (R_i, q_i) with R_i'R_i = A_i'A_i and R_i'q_i = A_i'b_i, which has the
+    same gradients and the same loss up to a constant.
     """
 
     def __init__(self, pairs):

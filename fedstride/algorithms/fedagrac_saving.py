@@ -82,7 +82,7 @@ class FedaGracSaving(Algorithm):
         )
 
     def init(self, x, fleet):
-        table = x.new_zeros(fleet.count, len(x))
+        table = x.new_zeros(fleet.clients, len(x))
         return State(x, zeros_like(x), x.new_zeros(()), fleet.weights, table, table)
 
     def init_client(self, x):

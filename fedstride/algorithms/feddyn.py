@@ -24,7 +24,8 @@ class FedDyn(Algorithm):
     Paper: Acar et al., "Federated learning based on dynamic regularization", ICLR 2021, Algorithm 1.
 
     Rule: `y <- y - lr (g_i(y) - q_i + alpha (y - x))`, K_i steps as an inexact solve; `q_i <- q_i - alpha (y - x)`.
-    Server: `h <- h - alpha sum over reporters of w_i (y_i - x)`, `x <- mean(y_i) - h / alpha`; `h = sum w_i q_i` always.
+    Server: `h <- h - alpha sum over reporters of w_i (y_i - x)`, `x <- mean(y_i) - h / alpha`; `h = sum w_i q_i`
+    always.
 
     Deviations: weights w_i in both places instead of 1/M, so that the limit is the weighted optimum. The authors' code
     evaluates the plain mean of the local models: `deploy="mean"`; the algorithm's own model is `deploy="x"`.

@@ -20,8 +20,8 @@ class FedLGA(Algorithm):
     Paper: Li et al., "FedLGA: toward system-heterogeneity of federated learning via local gradient approximation", IEEE
     Transactions on Cybernetics 2023, Algorithms 1 and 2.
 
-    Rule: D_i = y_i - x after S_i of S steps. K_2 are the complete clients. An unfinished one is corrected by
-    `D_i <- D_i + kappa g <g, v>` with `g = -D_i / (lr S_i)`, `v = mean over K_2 of D - D_i`; `x <- x + server_lr mean(D_i)`.
+    Rule: D_i = y_i - x after S_i of S steps. K_2 are the complete clients. An unfinished one is corrected by `D_i <-
+    D_i + kappa g <g, v>` with `g = -D_i / (lr S_i)`, `v = mean over K_2 of D - D_i`; `x <- x + server_lr mean(D_i)`.
 
     Options: `variant` "paper", "taylor" (`D_i - lr (S - S_i) (g + g <g, v>)`), "rescale" (`D_i S / S_i`). `clip` caps
     kappa at 1 / |g|^2, which is the print while |g|^2 <= 1 and cannot diverge beyond; `clip=False` is the print to the
@@ -65,7 +65,9 @@ class FedLGA(Algorithm):
     def server(self, state, replies):
         dx, factors = replies.rows("dx"), replies.factors[:, None]
         lr = replies.each("lr") * (1 - self.decay) ** (replies.each("round") - 1)
-        steps, target, lr = (column.to(dx.dtype)[:, None] for column in (replies.each("steps"), replies.each("target"), lr))
+        steps, target, lr = (
+            column.to(dx.dtype)[:, None] for column in (replies.each("steps"), replies.each("target"), lr)
+        )
         slow = steps < target
         g = -dx / (lr * steps)
         square = g.square().sum(1, keepdim=True)

@@ -13,7 +13,8 @@ class FedLin(GradientTracking):
 
     Rule: `y <- y - (lr / tau_i) (g_i(y) - g_i(x) + gf)`, tau_i steps; `x <- mean(y)`.
 
-    Deviations: a client whose gradient is missing is represented by its last one. tau_i is the number of steps asked for.
+    Deviations: a client whose gradient is missing is represented by its last one. tau_i is the number of steps asked
+    for.
     """
 
     full_only = True

@@ -19,7 +19,7 @@ class Upload(NamedTuple):
 
 class Carry(NamedTuple):
     v: Tensor  # momentum buffer
-    count: Tensor  # weight of this step's gradient and its predecessors in v
+    weight: Tensor  # sum of the weights of all gradients in v
     norm: Tensor  # |a_i|_1 so far
 
 
@@ -32,7 +32,7 @@ class FedNova(Algorithm):
 
     Rule: a client's displacement is `D_i = -lr sum_k a_{i,k} g_k`. The server takes `x <- x + tau_eff sum w_i D_i /
     |a_i|_1` with `tau_eff = sum w_i |a_i|_1`. Plain SGD has |a_i|_1 = K_i; momentum rho and a proximal term mu change
-    it by the recurrence `count <- rho count + 1`, `norm <- (1 - lr mu) norm + count`. Server momentum: `u <- m u +
+    it by the recurrence `weight <- rho weight + 1`, `norm <- (1 - lr mu) norm + weight`. Server momentum: `u <- m u +
     step`, `x <- x + u`.
 
     Deviations: with mu > 0, tau_eff averages K_i, as the authors' optimiser does. Public code updates the norm by the
@@ -59,11 +59,11 @@ class FedNova(Algorithm):
 
     def client(self, work, msg, memory):
         def direction(g, y, carry, x, lr):
-            count = self.momentum * carry.count + 1
-            norm = (1 - lr * self.mu) * carry.norm + count
+            weight = self.momentum * carry.weight + 1
+            norm = (1 - lr * self.mu) * carry.norm + weight
             v = carry.v.mul_(self.momentum).add_(g) if self.momentum else g
             step = v + self.mu * (y - x) if self.mu else v
-            return step, Carry(v if self.momentum else carry.v, count, norm)
+            return step, Carry(v if self.momentum else carry.v, weight, norm)
 
         buffer = work.zeros(msg.x) if self.momentum else work.column()
         start = Carry(buffer, work.column(), work.column())

@@ -51,8 +51,8 @@ class FedVeca(Algorithm):
 
     Rule: a client does tau_i steps and sends `grad F_i(x)`, `G_i = mean g_s`, its loss at the end, `beta_i = max_s
     ||grad F_i(x) - g_s|| / ||x - y_s||` and `delta_i = max_s ||g_0 + ... + g_s||^2 / ((s + 1) ||grad F(x_{k-1})||^2)`,
-    s from 1. Server: `x <- x - lr tau_k mean(G_i)`, `tau_k = mean tau_i` (FedNova's step); with `A_i = lr beta_i^2 delta_i`,
-    `tau_i <- floor(A_i / (A_i - alpha min A))`, kept in [2, tau_max].
+    s from 1. Server: `x <- x - lr tau_k mean(G_i)`, `tau_k = mean tau_i` (FedNova's step); with `A_i = lr beta_i^2
+    delta_i`, `tau_i <- floor(A_i / (A_i - alpha min A))`, kept in [2, tau_max].
 
     Options: `rollback` takes x back when the loss is above the best seen: of the local end points (`loss="local"`, the
     paper) or of the candidate itself (`loss="global"`, one more exchange); `reset_after` roll-backs in a row (0: never)

@@ -25,9 +25,9 @@ class LocalSteps(Algorithm):
     Paper: the o(1/t) paper, Algorithm 1.
 
     Rule: `y <- y - alpha_i grad f_i(y)`, tau steps; `x <- mean(y)`. `step="local"` takes `scale / L_i` (4); "universal"
-    takes scale times bound (3), `min(1 / (tau max L_i), 8 tau / (L (2 tau + e (tau - 1))^2 + 4 e L tau (tau - 1)))`, with
-    L the mean of the L_i; "given" takes the run's lr, which may be one number a client. L_i are measured at the start by
-    power iteration, so the run's lr is not used unless it is "given".
+    takes scale times bound (3), `min(1 / (tau max L_i), 8 tau / (L (2 tau + e (tau - 1))^2 + 4 e L tau (tau - 1)))`,
+    with L the mean of the L_i; "given" takes the run's lr, which may be one number a client. L_i are measured at the
+    start by power iteration, so the run's lr is not used unless it is "given".
 
     Deviations: the strong-growth constant e is `growth`, by default `max L_i / L`, the printed kind (a ratio of largest
     eigenvalues); the smallest valid one is `max_i ||H_i H^-1||`, to be given by hand. The printed `L_i = i^rho ||B'B||`

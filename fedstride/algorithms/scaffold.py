@@ -29,8 +29,8 @@ class Scaffold(Algorithm):
     Algorithm 1.
 
     Rule: `y <- y - lr (g_i(y) - c_i + c)`, K_i steps. Option I: `c_i+ = grad F_i(x)` over all local data; option II:
-    `c_i+ = c_i - c + (x - y) / (K_i lr)`, the mean of the round's gradients. Server: `x <- x + server_lr mean(y_i - x)`,
-    `c <- c + sum over reporters of w_i (c_i+ - c_i)`, so that `c = sum w_i c_i` always.
+    `c_i+ = c_i - c + (x - y) / (K_i lr)`, the mean of the round's gradients. Server: `x <- x + server_lr mean(y_i -
+    x)`, `c <- c + sum over reporters of w_i (c_i+ - c_i)`, so that `c = sum w_i c_i` always.
 
     Deviations: the paper's 1/|S| and 1/N become the run's weights. Under local momentum, option II divides by the
     momentum's own reach instead of K_i: c_i is then the momentum-weighted mean of the round's gradients.

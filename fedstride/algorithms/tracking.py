@@ -85,10 +85,10 @@ class Tracking(GradientTracking):
 
     Paper: the o(1/t) paper, Algorithm 2.
 
-    Rule: `v_0 = gf`, `y <- y - alpha v`, `v <- v + g_i(y_new) - g_i(y_old)`, tau steps; `x <- mean(y)`; then
-    `gf <- mean g_i(x)`. Steps: `step="given"` takes the run's lr; "exact" takes `scale * min(1 / max L_j, 2 / (5 L tau -
-    L))`, bound (8) for exact gradients; "stochastic" takes `scale * min(1 / max L_j, 1 / (12 tau L))`; L is the mean of
-    the clients' smoothness constants, which a prologue measures at the starting point.
+    Rule: `v_0 = gf`, `y <- y - alpha v`, `v <- v + g_i(y_new) - g_i(y_old)`, tau steps; `x <- mean(y)`; then `gf <-
+    mean g_i(x)`. Steps: `step="given"` takes the run's lr; "exact" takes `scale * min(1 / max L_j, 2 / (5 L tau -
+    L))`, bound (8) for exact gradients; "stochastic" takes `scale * min(1 / max L_j, 1 / (12 tau L))`; L is the mean
+    of the clients' smoothness constants, which a prologue measures at the starting point.
 
     Deviations: the memory-less form `v = g_i(y) - g_i(x) + gf`, equal with exact gradients, because the recursion would
     pile up noise over mini-batches. The printed (34), (46)-(47) and Lemma 2 have misprints that do not touch the rule.
