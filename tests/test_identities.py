@@ -57,7 +57,7 @@ def test_fedagrac_modes_with_equal_steps():
 
 
 def test_fedagrac_equal_steps_are_slow_whatever_the_rounding():
-    from fedstride.algorithms.fedagrac import sends_first
+    from fedstride.algorithms.calibration import sends_first
 
     rng = np.random.default_rng(0)
     for _ in range(200):

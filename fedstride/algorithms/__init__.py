@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from fedstride.algorithm import REGISTRY, make, names
+from fedstride.algorithm import REGISTRY, make, names  # REGISTRY: name -> class
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

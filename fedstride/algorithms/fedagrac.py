@@ -6,20 +6,21 @@ import torch
 from torch import Tensor, zeros_like
 
 from fedstride.algorithm import Algorithm, Delta, Exchange, check_choice, register
-from fedstride.errors import FedstrideError
-
-SENDS_FIRST = {"std": (False, True), "avg": (False, False), "first": (True, True), "reverse": (True, False)}
+from fedstride.algorithms.calibration import (
+    Message,
+    Reference,
+    calibrated,
+    calibration_at,
+    check_fields,
+    ends_at_one,
+    sends_first,
+)
 
 
 class State(NamedTuple):
     x: Tensor
     nu: Tensor  # global reference
     mean_steps: Tensor  # Kbar of the round
-
-
-class Message(NamedTuple):
-    x: Tensor
-    nu: Tensor
 
 
 class Limit(NamedTuple):
@@ -30,53 +31,6 @@ class Memory(NamedTuple):
     nu: Tensor  # local reference nu_i
     first: Tensor  # first gradient of the round
     sent: Tensor  # v_i as last sent
-
-
-class Carry(NamedTuple):
-    k: Tensor
-    first: Tensor
-    total: Tensor
-
-
-class Reference(NamedTuple):
-    v: Tensor
-
-
-def calibration_at(calibration, round):
-    """The calibration rate of every entry of `round`: a constant, or the last stage that has begun."""
-    stages = calibration if isinstance(calibration, (tuple, list)) else ((0, calibration),)
-    value = torch.zeros_like(round, dtype=torch.float64)
-    for first, level in stages:
-        value = torch.where(round >= first, float(level), value)
-    return value
-
-
-def check_calibration(method):
-    """Refuse what is neither a number nor stages."""
-    try:
-        calibration_at(method.calibration, torch.ones(1))
-    except (TypeError, ValueError):
-        raise FedstrideError(
-            f"{method.name}: calibration must be a number or stages ((first round, value), ...), "
-            f"not {method.calibration!r}"
-        ) from None
-
-
-def sends_first(mode, steps, mean_steps):
-    """Who sends the first gradient; K_i = Kbar is slow, whatever the rounding of the mean."""
-    slow, fast = SENDS_FIRST[mode]
-    return torch.where(steps > mean_steps * (1 + 1e-9), fast, slow)
-
-
-def calibrated(work, x, shift):
-    """Local steps along g + shift; returns y, the mean of the raw gradients, and the first of them."""
-
-    def direction(g, y, carry, shift):
-        first = torch.where(carry.k == 0, g, carry.first)
-        return g + shift, Carry(carry.k + 1, first, carry.total.add_(g))
-
-    y, carry = work.descend(x, direction, rows=(shift,), carry=Carry(work.column(), work.zeros(x), work.zeros(x)))
-    return y, carry.total / work.steps, carry.first
 
 
 @register("fedagrac")
@@ -110,15 +64,13 @@ class FedaGrac(Algorithm):
     local_ref: str = "avg"
 
     def __post_init__(self):
-        check_choice(self, "mode", tuple(SENDS_FIRST))
-        check_choice(self, "start", ("full_grad", "zeros"))
+        check_fields(self)
         check_choice(self, "nu_scope", ("participants", "all"))
         check_choice(self, "local_ref", ("avg", "sent"))
-        check_calibration(self)
 
     @property
     def exact(self):
-        return float(calibration_at(self.calibration, torch.tensor(1e9))) == 1
+        return ends_at_one(self)
 
     @property
     def exact_partial(self):

@@ -5,14 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, zeros_like
 
-from fedstride.algorithm import Algorithm, Delta, Exchange, check_choice, register
-from fedstride.algorithms.fedagrac import (
-    SENDS_FIRST,
+from fedstride.algorithm import Algorithm, Delta, Exchange, register
+from fedstride.algorithms.calibration import (
     Message,
     Reference,
     calibrated,
     calibration_at,
-    check_calibration,
+    check_fields,
+    ends_at_one,
     sends_first,
 )
 
@@ -29,10 +29,6 @@ class State(NamedTuple):
 class Memory(NamedTuple):
     nu: Tensor
     first: Tensor
-
-
-def _with_rows(table, clients, rows):
-    return table.index_copy(0, clients, rows)
 
 
 @register("fedagrac-saving")
@@ -54,13 +50,11 @@ class FedaGracSaving(Algorithm):
     start: str = "full_grad"
 
     def __post_init__(self):
-        check_choice(self, "mode", tuple(SENDS_FIRST))
-        check_choice(self, "start", ("full_grad", "zeros"))
-        check_calibration(self)
+        check_fields(self)
 
     @property
     def exact(self):
-        return float(calibration_at(self.calibration, torch.tensor(1e9))) == 1
+        return ends_at_one(self)
 
     @property
     def needs_rows(self):
@@ -96,7 +90,9 @@ class FedaGracSaving(Algorithm):
         return Reference(g), Memory(g, g)
 
     def begun(self, state, replies):
-        return self.combine(state._replace(local=_with_rows(state.local, replies.clients, replies.rows("v"))), replies)
+        return self.combine(
+            state._replace(local=state.local.index_copy(0, replies.clients, replies.rows("v"))), replies
+        )
 
     def client(self, work, msg, memory):
         shift = calibration_at(self.calibration, work.round).to(msg.x.dtype) * (msg.nu - memory.nu)
@@ -109,8 +105,8 @@ class FedaGracSaving(Algorithm):
         rate = calibration_at(self.calibration, replies.each("round")).to(dtype)[:, None]
         avg = -replies.rows("dx") / reach - rate * (state.nu - state.local[who])
         later = sends_first(self.mode, steps, replies.mean("steps"))[:, None]
-        sent = _with_rows(state.sent, who, torch.where(later, state.sent[who], avg))
-        nu, local = state.weights @ sent, _with_rows(state.local, who, avg)
+        sent = state.sent.index_copy(0, who, torch.where(later, state.sent[who], avg))
+        nu, local = state.weights @ sent, state.local.index_copy(0, who, avg)
         return State(state.x + replies.mean("dx"), nu, replies.mean("steps"), state.weights, local, sent)
 
     def owes(self, state, jobs):
@@ -120,5 +116,5 @@ class FedaGracSaving(Algorithm):
         return Reference(memory.first), memory
 
     def combine(self, state, replies):
-        sent = _with_rows(state.sent, replies.clients, replies.rows("v"))
+        sent = state.sent.index_copy(0, replies.clients, replies.rows("v"))
         return state._replace(nu=state.weights @ sent, sent=sent)

@@ -1,0 +1,70 @@
+"""What FedaGrac and its saving form share: the calibrated steps, and who sends which reference."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedstride.algorithm import check_choice
+from fedstride.errors import FedstrideError
+
+SENDS_FIRST = {"std": (False, True), "avg": (False, False), "first": (True, True), "reverse": (True, False)}
+
+
+class Message(NamedTuple):
+    x: Tensor
+    nu: Tensor
+
+
+class Reference(NamedTuple):
+    v: Tensor
+
+
+class Carry(NamedTuple):
+    k: Tensor
+    first: Tensor
+    total: Tensor
+
+
+def calibration_at(calibration, round):
+    """The calibration rate of every entry of `round`: a constant, or the last stage that has begun."""
+    stages = calibration if isinstance(calibration, (tuple, list)) else ((0, calibration),)
+    value = torch.zeros_like(round, dtype=torch.float64)
+    for first, level in stages:
+        value = torch.where(round >= first, float(level), value)
+    return value
+
+
+def ends_at_one(method):
+    """Whether the last stage is full calibration, which makes the method exact."""
+    return float(calibration_at(method.calibration, torch.tensor(1e9))) == 1
+
+
+def check_fields(method):
+    """Refuse impossible settings in words."""
+    check_choice(method, "mode", tuple(SENDS_FIRST))
+    check_choice(method, "start", ("full_grad", "zeros"))
+    try:
+        calibration_at(method.calibration, torch.ones(1))
+    except (TypeError, ValueError):
+        raise FedstrideError(
+            f"{method.name}: calibration must be a number or stages ((first round, value), ...), "
+            f"not {method.calibration!r}"
+        ) from None
+
+
+def sends_first(mode, steps, mean_steps):
+    """Who sends the first gradient; K_i = Kbar is slow, whatever the rounding of the mean."""
+    slow, fast = SENDS_FIRST[mode]
+    return torch.where(steps > mean_steps * (1 + 1e-9), fast, slow)
+
+
+def calibrated(work, x, shift):
+    """Local steps along g + shift; returns y, the mean of the raw gradients, and the first of them."""
+
+    def direction(g, y, carry, shift):
+        first = torch.where(carry.k == 0, g, carry.first)
+        return g + shift, Carry(carry.k + 1, first, carry.total.add_(g))
+
+    y, carry = work.descend(x, direction, rows=(shift,), carry=Carry(work.column(), work.zeros(x), work.zeros(x)))
+    return y, carry.total / work.steps, carry.first
