@@ -30,7 +30,7 @@ def needs(method: Algorithm) -> list[str]:
     down, up = method.traffic
     exchanges = len(method.exchanges)
     facts = [
-        f"Traffic a round and participant: {down} model-size vector{'s' * (down != 1)} down, {up} up, in {exchanges} exchange{'s' * (exchanges != 1)}.",
+        f"Model-size vectors a round and participant: {down} down, {up} up; exchanges a round: {exchanges}.",
         f"Own weights: {'by data size' if method.weights == 'data' else 'uniform'}.",
         "Participation: everyone in every round." if method.full_only else "Participation: any.",
         f"Exact gradients and a fixed step lead to the optimum: {'yes' if method.exact else 'no'}"
@@ -78,9 +78,9 @@ def index() -> str:
     lines = [
         "# Methods",
         "",
-        "Exact: with exact gradients and a fixed step the method ends at the optimum of the weighted objective, whatever the",
-        "clients' numbers of steps; a test checks it to 1e-10. Vectors: model-size vectors a participant receives and sends a",
-        "round.",
+        "Exact: with exact gradients and a fixed step the method ends at the optimum of the weighted objective, whatever",
+        "the clients' numbers of steps; a test checks it to 1e-10. Vectors: model-size vectors a participant receives and",
+        "sends a round.",
         "",
         "| name | what it does | exact | part of the fleet | vectors down / up |",
         "|---|---|---|---|---|",
@@ -89,9 +89,8 @@ def index() -> str:
         method = cls()
         partial = "-" if method.full_only or method.pooled else ("exact" if method.exact_partial else "yes")
         down, up = method.traffic
-        lines.append(
-            f"| [`{name}`](methods/{name}.md) | {paragraphs(cls)[0]} | {'yes' if method.exact else 'no'} | {partial} | {down} / {up} |"
-        )
+        cells = (f"[`{name}`](methods/{name}.md)", paragraphs(cls)[0], "yes" if method.exact else "no", partial)
+        lines.append(f"| {' | '.join(cells)} | {down} / {up} |")
     return "\n".join(lines) + "\n"
 
 

@@ -59,12 +59,21 @@ def sends_first(mode, steps, mean_steps):
     return torch.where(steps > mean_steps * (1 + 1e-9), fast, slow)
 
 
-def calibrated(work, x, shift):
-    """Local steps along g + shift; returns y, the mean of the raw gradients, and the first of them."""
+def calibrated(method, work, msg, nu):
+    """Local steps along g + calibration (nu - nu_i); returns y, the mean of the raw gradients, and the first of them."""
 
     def direction(g, y, carry, shift):
         first = torch.where(carry.k == 0, g, carry.first)
         return g + shift, Carry(carry.k + 1, first, carry.total.add_(g))
 
-    y, carry = work.descend(x, direction, rows=(shift,), carry=Carry(work.column(), work.zeros(x), work.zeros(x)))
+    shift = calibration_at(method.calibration, work.round).to(nu.dtype) * (msg.nu - nu)
+    start = Carry(work.column(), work.zeros(msg.x), work.zeros(msg.x))
+    y, carry = work.descend(msg.x, direction, rows=(shift,), carry=start)
     return y, carry.total / work.steps, carry.first
+
+
+def recomputed(method, replies, nu, local):
+    """The mean of every reporter's raw gradients, from its displacement: -dx / (lr K_i) - calibration (nu - nu_i)."""
+    reach = (replies.each("steps") * replies.each("lr")).to(nu.dtype)[:, None]
+    rate = calibration_at(method.calibration, replies.each("round")).to(nu.dtype)[:, None]
+    return -replies.rows("dx") / reach - rate * (nu - local)

@@ -6,15 +6,7 @@ import torch
 from torch import Tensor, zeros_like
 
 from fedstride.algorithm import Algorithm, Delta, Exchange, check_choice, register
-from fedstride.algorithms.calibration import (
-    Message,
-    Reference,
-    calibrated,
-    calibration_at,
-    check_fields,
-    ends_at_one,
-    sends_first,
-)
+from fedstride.algorithms.calibration import Message, Reference, calibrated, check_fields, ends_at_one, sends_first
 
 
 class State(NamedTuple):
@@ -105,8 +97,7 @@ class FedaGrac(Algorithm):
         return Reference(g), Memory(g, g, g)
 
     def client(self, work, msg, memory):
-        shift = calibration_at(self.calibration, work.round).to(msg.x.dtype) * (msg.nu - memory.nu)
-        y, avg, first = calibrated(work, msg.x, shift)
+        y, avg, first = calibrated(self, work, msg, memory.nu)
         return Delta(y - msg.x), Memory(avg, first, memory.sent)
 
     def server(self, state, replies):

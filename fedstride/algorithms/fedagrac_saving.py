@@ -6,15 +6,8 @@ import torch
 from torch import Tensor, zeros_like
 
 from fedstride.algorithm import Algorithm, Delta, Exchange, register
-from fedstride.algorithms.calibration import (
-    Message,
-    Reference,
-    calibrated,
-    calibration_at,
-    check_fields,
-    ends_at_one,
-    sends_first,
-)
+from fedstride.algorithms.calibration import Message, Reference, calibrated, check_fields, ends_at_one
+from fedstride.algorithms.calibration import recomputed, sends_first
 
 
 class State(NamedTuple):
@@ -95,15 +88,12 @@ class FedaGracSaving(Algorithm):
         )
 
     def client(self, work, msg, memory):
-        shift = calibration_at(self.calibration, work.round).to(msg.x.dtype) * (msg.nu - memory.nu)
-        y, avg, first = calibrated(work, msg.x, shift)
+        y, avg, first = calibrated(self, work, msg, memory.nu)
         return Delta(y - msg.x), Memory(avg, first)
 
     def server(self, state, replies):
-        who, steps, dtype = replies.clients, replies.each("steps"), state.x.dtype
-        reach = (steps * replies.each("lr")).to(dtype)[:, None]
-        rate = calibration_at(self.calibration, replies.each("round")).to(dtype)[:, None]
-        avg = -replies.rows("dx") / reach - rate * (state.nu - state.local[who])
+        who, steps = replies.clients, replies.each("steps")
+        avg = recomputed(self, replies, state.nu, state.local[who])
         later = sends_first(self.mode, steps, replies.mean("steps"))[:, None]
         sent = state.sent.index_copy(0, who, torch.where(later, state.sent[who], avg))
         nu, local = state.weights @ sent, state.local.index_copy(0, who, avg)
