@@ -78,9 +78,9 @@ def index() -> str:
     lines = [
         "# Methods",
         "",
-        "Exact: with exact gradients and a fixed step the method ends at the optimum of the weighted objective, whatever",
-        "the clients' numbers of steps; a test checks it to 1e-10. Vectors: model-size vectors a participant receives and",
-        "sends a round.",
+        "Exact: with exact gradients and a fixed step the method ends at the optimum of the weighted objective,",
+        "whatever the clients' numbers of steps; a test checks it to 1e-10. Vectors: model-size vectors a participant",
+        "receives and sends a round.",
         "",
         "| name | what it does | exact | part of the fleet | vectors down / up |",
         "|---|---|---|---|---|",

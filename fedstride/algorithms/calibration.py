@@ -60,7 +60,7 @@ def sends_first(mode, steps, mean_steps):
 
 
 def calibrated(method, work, msg, nu):
-    """Local steps along g + calibration (nu - nu_i); returns y, the mean of the raw gradients, and the first of them."""
+    """Local steps along g + calibration (nu - nu_i); returns y, the mean and the first of the raw gradients."""
 
     def direction(g, y, carry, shift):
         first = torch.where(carry.k == 0, g, carry.first)

@@ -6,8 +6,15 @@ import torch
 from torch import Tensor, zeros_like
 
 from fedstride.algorithm import Algorithm, Delta, Exchange, register
-from fedstride.algorithms.calibration import Message, Reference, calibrated, check_fields, ends_at_one
-from fedstride.algorithms.calibration import recomputed, sends_first
+from fedstride.algorithms.calibration import (
+    Message,
+    Reference,
+    calibrated,
+    check_fields,
+    ends_at_one,
+    recomputed,
+    sends_first,
+)
 
 
 class State(NamedTuple):
