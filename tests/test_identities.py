@@ -14,6 +14,7 @@ from fedstride.algorithms import (
     FedAvg,
     FedAvgM,
     FedDyn,
+    FedExP,
     FedLGA,
     FedLin,
     FedNova,
@@ -261,6 +262,19 @@ def test_scaffnew_invariants():
 def test_fedavgm_and_fedadam_limits():
     same(FedAvgM(beta=0.0), FedAvg(), tolerance=0, **BATCHES)
     same(FedAdam(beta1=0.0, beta2=1.0, epsilon=0.2, v0=0.8**2, server_lr=0.7), FedAvg(server_lr=0.7), **BATCHES)
+
+
+def test_fedexp_with_identical_clients_is_fedavg_and_otherwise_steps_further():
+    shared = Quadratics(shared=True)
+    one, two = (shared.run(method, rounds=5, steps=4) for method in (FedExP(), FedAvg()))
+    assert torch.equal(one.x, two.x)
+    problem = Quadratics()
+    moves = np.array([fednova_path(problem, i, k, 0.0, 0.0) for i, k in enumerate(STEPS)])
+    weights = problem.weights["data"]
+    mean = weights @ moves
+    factor = (weights @ (moves**2).sum(1)) / (2 * (mean @ mean + 1e-3))
+    row = problem.run(FedExP(), rounds=1).rows[0]
+    assert row["server_lr"] == pytest.approx(max(1.0, factor)) and factor > 1
 
 
 def test_centralised_is_fedavg_with_one_client():
