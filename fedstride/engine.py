@@ -122,7 +122,7 @@ def _exchange(
     asked = asked.take(asked.steps > 0)  # zero steps: the client does not answer
     if not plan.algorithm.pooled:
         row["bytes_down"] += traffic(message) * len(asked.clients)
-    replies = Replies(plan.fleet.weights, participation.by_weight, plan.algorithm.needs_rows)
+    replies = Replies(plan.fleet.weights, run.state.x.numel(), participation.by_weight, plan.algorithm.needs_rows)
     used_clients, losses, rejected = [], [], 0
     for answers in transport.ask(exchange, message, asked) if len(asked.clients) else ():
         used = finite(answers.upload, len(answers.jobs.clients))

@@ -20,8 +20,9 @@ class Replies:
     * `rows(f)`: one vector a reporter, only for methods that declare `needs_rows`.
     """
 
-    def __init__(self, weights: Tensor, by_weight: bool, keep_rows: bool):
+    def __init__(self, weights: Tensor, d: int, by_weight: bool, keep_rows: bool):
         self._weights = weights  # [N]
+        self._d = d  # length of the model's vector
         self._by_weight = by_weight  # the draw carried the weights already
         self._keep_rows = keep_rows
         self._clients: list[Tensor] = []
@@ -45,7 +46,8 @@ class Replies:
         for name, value in zip(upload._fields if upload else (), upload):
             if value.shape[1] == 1:
                 self._scalars.setdefault(name, []).append(value[:, 0])
-                continue
+                if self._d > 1:  # a model of one parameter has vectors that look like scalars: they are both
+                    continue
             if self._keep_rows:
                 self._rows.setdefault(name, []).append(value)
             more = both @ value
@@ -80,14 +82,14 @@ class Replies:
 
     def mean(self, field: str) -> Tensor:
         """Mean of a field by aggregation factors."""
-        if field in self._scalars:
-            values = self.each(field)
-            return (self.factors.to(values.dtype) * values).sum()
-        return self._sums[field][0] / torch.cat(self._factors).sum()
+        if field in self._sums:
+            return self._sums[field][0] / torch.cat(self._factors).sum()
+        values = self.each(field)
+        return (self.factors.to(values.dtype) * values).sum()
 
     def total(self, field: str) -> Tensor:
         """Sum of a field by fleet weights."""
-        if field in self._scalars:
-            values = self.each(field)
-            return (self.weights.to(values.dtype) * values).sum()
-        return self._sums[field][1]
+        if field in self._sums:
+            return self._sums[field][1]
+        values = self.each(field)
+        return (self.weights.to(values.dtype) * values).sum()

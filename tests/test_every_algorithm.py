@@ -88,3 +88,11 @@ def test_diverging_runs_end_as_such(name):
 def test_full_only_methods_refuse_part_of_the_fleet(name):
     with pytest.raises(fs.FedstrideError, match="needs every client"):
         Quadratics().run(make(name), participation=HALF)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_of_one_parameter(name):
+    """Vectors of length one look like scalars; they must not be taken for them."""
+    problem = Quadratics(d=1)
+    result = problem.run(make(name), rounds=3)
+    assert result.x.shape == (1,) and result.status == "finished"

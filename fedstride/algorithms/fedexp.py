@@ -26,7 +26,8 @@ class FedExP(Algorithm):
     Rule: FedAvg's local steps; `x <- x + eta_g mean(D_i)` with `eta_g = max(1, mean |D_i|^2 / (2 (|mean D_i|^2 +
     epsilon)))`.
 
-    Deviations: means by the run's weights instead of 1/M; the model is the last iterate, the paper averages the last two.
+    Deviations: means by the run's weights instead of 1/M; the model is the last iterate, not the mean of the last
+    two.
 
     Limits: identical displacements give eta_g = 1, FedAvg. Biased like FedAvg.
     """
