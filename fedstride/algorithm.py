@@ -7,6 +7,7 @@ row a client, `[C, 1]` columns for per-client scalars, `[1, d]` for what all sha
 
 import dataclasses
 import difflib
+import numbers
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -51,6 +52,7 @@ class Algorithm:
     weights: ClassVar[str] = "data"  # the method's own fleet weights
     full_only: ClassVar[bool] = False  # needs everyone in every round
     assigns: ClassVar[bool] = False  # decides the clients' steps itself, by `assign`
+    common_lr: ClassVar[bool] = False  # needs the same learning rate for all clients
     pooled: ClassVar[bool] = False  # not federated: one client holds all data and nothing travels
     local_options: ClassVar[frozenset[str]] = LOCAL_OPTIONS  # which local-optimiser options leave the method itself
 
@@ -149,7 +151,7 @@ def make(name: str, **options: Any) -> Algorithm:
     """A method by its registry name."""
     if name not in REGISTRY:
         near = difflib.get_close_matches(name, REGISTRY, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise FedstrideError(f"unknown method {name!r}{hint} Choose from {', '.join(names())}")
     return REGISTRY[name](**options)
 
@@ -161,12 +163,20 @@ def check_choice(method: Algorithm, field: str, choices: tuple[str, ...]) -> Non
         raise FedstrideError(f"{method.name}: {field} must be one of {', '.join(choices)}, not {value!r}")
 
 
+def check_whole(method: Algorithm, field: str, low: int, high: float = float("inf")) -> None:
+    """Refuse what is not a whole number in [low, high]."""
+    value = getattr(method, field)
+    if not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
+        raise FedstrideError(f"{method.name}: {field} must be a whole number from {low} to {high}, not {value!r}")
+
+
 def check_number(
     method: Algorithm, field: str, low: float = 0.0, high: float = float("inf"), open: bool = False
 ) -> None:
     """Refuse a number outside [low, high], or outside (low, high) if `open`."""
     value = getattr(method, field)
-    inside = isinstance(value, (int, float)) and (low < value < high if open else low <= value <= high)
+    inside = isinstance(value, numbers.Real)
+    inside = inside and (low < float(value) < high if open else low <= float(value) <= high)
     if not inside:
         bounds = f"({low:g}, {high:g})" if open else f"[{low:g}, {high:g}]"
         raise FedstrideError(f"{method.name}: {field} must be a number in {bounds}, not {value!r}")

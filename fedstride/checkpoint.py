@@ -65,6 +65,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike, identity: dict[str, Any], resume: bool):
         self.path = Path(path)
+        self._rows = self.path / "rows.jsonl"
         self.identity = identity
         self._saved_at = 0.0
         self._cost = 0.0
@@ -77,10 +78,6 @@ class Folder:
                     f"{self._stored['round']}); pass resume=True to go on with it, or choose another folder"
                 )
             self._check_identity()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FedstrideError(f"cannot create the folder {self.path}: {error.strerror}") from None
 
     def _read(self) -> dict:
         path = self.path / "run.json"
@@ -99,8 +96,11 @@ class Folder:
 
     def _check_identity(self) -> None:
         assert self._stored is not None
+        played = self._stored["round"]
         for key, mine in json.loads(json.dumps(self.identity)).items():
             theirs = self._stored["identity"].get(key)
+            if key in ("steps", "participation") and isinstance(mine, list) and isinstance(theirs, list):
+                mine, theirs = mine[:played], theirs[:played]
             if theirs != mine:
                 raise FedstrideError(
                     f"the checkpoint in {self.path} is of another run: its {key} is {_short(theirs)}, "
@@ -113,9 +113,14 @@ class Folder:
         return self._stored["setup"] if self._stored else {}
 
     def load(self, run: Run, memories: Memories) -> None:
-        """Put the stored run, if there is one, into a fresh one."""
+        """Put the stored run into a fresh one; without a stored run, make the folder ready for this one."""
         stored = self._stored
         if stored is None:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                write_whole(self._rows, b"")  # rows without a checkpoint belong to nothing
+            except OSError as error:
+                raise FedstrideError(f"cannot write to the folder {self.path}: {error.strerror}") from None
             return
         path = self.path / stored["tensors"]
         try:
@@ -127,15 +132,14 @@ class Folder:
         tensors = safetensors.torch.load(data)
         run.state = restore(stored["state"], run.state, tensors, run.state.x.device)
         run.round, run.seconds, run.status = stored["round"], stored["seconds"], stored["status"]
-        rows_path = self.path / "rows.jsonl"
-        lines = rows_path.read_text().splitlines(keepends=True)[: stored["rows"]] if stored["rows"] else []
         try:
+            lines = self._rows.read_text().splitlines(keepends=True)[: stored["rows"]]
             run.rows = [json.loads(line) for line in lines]
-        except ValueError:
+        except (OSError, ValueError):
             run.rows = []
         if len(run.rows) != stored["rows"]:
-            raise FedstrideError(f"{rows_path} is damaged: {stored['rows']} rows belong to the checkpoint")
-        write_whole(rows_path, "".join(lines).encode())  # rows after the checkpoint will be written again
+            raise FedstrideError(f"{self._rows} is damaged: {stored['rows']} rows belong to the checkpoint")
+        write_whole(self._rows, "".join(lines).encode())  # rows after the checkpoint will be written again
         memories.load(
             stored["clients"],
             {name[7:]: value for name, value in tensors.items() if name.startswith("memory.")},
@@ -143,7 +147,7 @@ class Folder:
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a row to the table on disk."""
-        with open(self.path / "rows.jsonl", "a") as file:
+        with open(self._rows, "a") as file:
             file.write(json.dumps(row) + "\n")
 
     def due(self) -> bool:
@@ -165,6 +169,8 @@ class Folder:
             "state": state, "clients": clients, "tensors": name, "tensors_sha256": hashlib.sha256(data).hexdigest(),
         }  # fmt: skip
         body = json.loads(json.dumps(body))
+        with open(self._rows, "rb") as file:
+            os.fsync(file.fileno())  # the rows this checkpoint counts on
         write_whole(self.path / name, data)
         checksum = hashlib.sha256(json.dumps(body).encode()).hexdigest()
         write_whole(self.path / "run.json", json.dumps({"run": body, "sha256": checksum}).encode())

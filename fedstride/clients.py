@@ -44,9 +44,14 @@ class Clients:
         inputs: list[Tensor] = []
         targets: list[Tensor] = []
         for client, pair in enumerate(pairs):
-            if len(pair) != 2:
-                raise FedstrideError(f"client {client} must be a pair (inputs, targets), not {len(pair)} things")
-            a, b = torch.as_tensor(pair[0]), torch.as_tensor(pair[1])
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise FedstrideError(f"client {client} must be a pair (inputs, targets)")
+            try:
+                a, b = (
+                    part if isinstance(part, Tensor) else torch.as_tensor(np.ascontiguousarray(part)) for part in pair
+                )
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise FedstrideError(f"client {client} has data that are not arrays of numbers: {error}") from None
             if a.dim() == 0 or b.dim() == 0 or len(a) != len(b):
                 raise FedstrideError(
                     f"client {client} has inputs of shape {tuple(a.shape)} but targets of shape {tuple(b.shape)}; "
@@ -85,15 +90,14 @@ class Clients:
         return Clients(self.inputs, self.targets, self.order, [int(self.sizes.sum())])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Clients:
-        """The same clients with their data on a device, floating-point data in `dtype`."""
-        inputs, targets = (
-            table.to(device, dtype if table.is_floating_point() else None) for table in (self.inputs, self.targets)
-        )
+        """The same clients with their data on a device, floats in `dtype`, whole-number targets in int64."""
+        inputs = self.inputs.to(device, dtype if self.inputs.is_floating_point() else None)
+        targets = self.targets.to(device, dtype if self.targets.is_floating_point() else torch.int64)
         return Clients(inputs, targets, self.order.to(device), self.sizes)
 
-    def fleet(self, weights: str, device: torch.device, dtype: torch.dtype) -> Fleet:
-        """Weights by data size or uniform, as tensors."""
+    def fleet(self, weights: str, device: torch.device) -> Fleet:
+        """Weights by data size or uniform, in float64 whatever the model's dtype, since means are compared."""
         if weights not in ("data", "uniform"):
             raise FedstrideError(f"weights must be 'data', 'uniform' or None (the method's own), not {weights!r}")
         share = self.sizes / self.sizes.sum() if weights == "data" else np.full(len(self), 1 / len(self))
-        return Fleet(torch.as_tensor(share, device=device, dtype=dtype), torch.as_tensor(self.sizes, device=device))
+        return Fleet(torch.as_tensor(share, device=device), torch.as_tensor(self.sizes, device=device))

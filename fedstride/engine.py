@@ -105,7 +105,8 @@ def _round(
         if run.status == "diverged":
             break
     run.round = number
-    row |= plan.algorithm.report(run.state)
+    if row["clients"]:
+        row |= plan.algorithm.report(run.state)
     if run.status != "diverged" and (number % plan.every == 0 or number == plan.rounds):
         row |= plan.evaluate(plan.algorithm.model(run.state))
     run.rows.append(row)
@@ -146,7 +147,7 @@ def _exchange(
     if len(replies):
         row["clients"] = max(row["clients"], len(replies))
         run.state = exchange.server(run.state, replies)
-    elif rejected:
+    elif rejected and exchange.audience is None:
         run.status = "diverged"
     if exchange.audience is not None:  # those who were not asked did not fail
         return jobs
@@ -155,17 +156,29 @@ def _exchange(
 
 def _jobs(run: Run, plan: Plan, cohort: Cohort, number: int) -> Jobs:
     clients = cohort.clients
-    if plan.algorithm.assigns and number > 0:
+    if number == 0:  # a prologue asks everybody, whatever their steps
+        targets = done = np.ones(len(clients), dtype=np.int64)
+    elif plan.algorithm.assigns:
         rng = generator(plan.seed, "assign", number)
         targets = done = np.asarray(plan.algorithm.assign(run.state, clients, rng), dtype=np.int64)
     else:
-        targets, done = plan.steps.draw(clients, max(1, number), plan.epoch(clients), plan.seed)
-    rates = np.asarray(plan.lr(max(1, number)), dtype=np.float64)
-    if not np.isfinite(rates).all() or (rates <= 0).any():
-        raise FedstrideError(f"lr must be positive; in round {number} it is {rates.tolist()}")
-    lr = np.broadcast_to(rates, (plan.fleet.clients,))[clients]
+        targets, done = plan.steps.draw(clients, number, plan.epoch(clients), plan.seed)
+    lr = rates(plan, max(1, number))[clients]
     versions = np.full(len(clients), max(0, number - 1))
     return Jobs(clients, versions, np.zeros_like(versions), targets, done, lr, cohort.times)
+
+
+def rates(plan: Plan, number: int) -> np.ndarray:
+    """[N]: everybody's learning rate in a round."""
+    given = np.asarray(plan.lr(number), dtype=np.float64)
+    if given.size not in (1, plan.fleet.clients) or not np.isfinite(given).all() or (given <= 0).any():
+        raise FedstrideError(
+            f"lr must be one positive number, or one for each of {plan.fleet.clients} clients; "
+            f"in round {number} it is {given.tolist()}"
+        )
+    if plan.algorithm.common_lr and given.size > 1 and (given != given.flat[0]).any():
+        raise FedstrideError(f"{plan.algorithm.name} needs the same lr for all clients")
+    return np.broadcast_to(given.reshape(-1), (plan.fleet.clients,))
 
 
 def traffic(fields: Any) -> int:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedstride.clients import Clients
@@ -30,15 +29,19 @@ class Evaluation:
         self._metrics = metrics or {}
         if self._metrics and test is None:
             raise FedstrideError("metrics need test data; pass test=(inputs, targets)")
-        self._test = None
+        self._test: tuple[Tensor, Tensor] | None = None
+        if metrics is not None and not isinstance(metrics, dict):
+            raise FedstrideError(f"metrics must be a dict of names and functions (outputs, targets), not {metrics!r}")
         if test is not None:
-            inputs, targets = (torch.as_tensor(part) for part in test)
-            if len(inputs) != len(targets) or len(inputs) == 0:
-                raise FedstrideError(f"test has {len(inputs)} inputs but {len(targets)} targets")
-            x = model.x
-            self._test = tuple(
-                part.to(x.device, x.dtype if part.is_floating_point() else None) for part in (inputs, targets)
-            )
+            try:
+                data = Clients.from_arrays([test]).to(model.x.device, model.x.dtype)
+                self._test = data.inputs, data.targets
+                outputs = model.predict(model.x, data.inputs[:2])
+                loss(outputs, data.targets[:2])
+            except FedstrideError as error:
+                raise FedstrideError(str(error).replace("client 0", "test")) from None
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise FedstrideError(f"the test data do not fit model and loss: {str(error).splitlines()[0]}") from None
 
     def __call__(self, x: Tensor) -> dict[str, float]:
         """The numbers for one row."""

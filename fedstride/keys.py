@@ -39,7 +39,7 @@ def fold(keys: Tensor, values: Tensor | int) -> Tensor:
 
 def key(*parts: int | str) -> int:
     """One 64-bit key from integers and words."""
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    text = "\x1f".join(f"word:{part}" if isinstance(part, str) else f"number:{part:d}" for part in parts)
     return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
 

@@ -24,6 +24,10 @@ class Loss:
     each: LossFunction
     reduction: str = "mean"
 
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise FedstrideError(f"a loss's reduction must be 'mean' or 'sum', not {self.reduction!r}")
+
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         values = self.each(outputs, targets)
         return values.mean() if self.reduction == "mean" else values.sum()
@@ -34,7 +38,7 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _half_square(outputs: Tensor, targets: Tensor) -> Tensor:
-    return 0.5 * (outputs - targets.view_as(outputs)).square().flatten(1).sum(1)
+    return 0.5 * (outputs - targets.view_as(outputs)).square().reshape(outputs.shape[0], -1).sum(1)
 
 
 cross_entropy = Loss(_cross_entropy)
@@ -45,11 +49,13 @@ least_squares_sum = Loss(_half_square, "sum")
 """Half the squared error, summed: 1/2 ||A x - b||^2."""
 
 
-def per_example(loss: LossFunction, outputs: Tensor, targets: Tensor) -> tuple[LossFunction, str] | None:
-    """Return (loss per example, reduction) when `loss` is provably its reduction of that, else None.
+def per_example(
+    loss: LossFunction, outputs: Tensor, targets: Tensor, all_targets: Tensor
+) -> tuple[LossFunction, str] | None:
+    """Return (loss per example, reduction) when `loss` is its reduction of that, else None.
 
-    The claim is checked on real outputs, because an attribute called `reduction` proves nothing: class weights, for
-    example, make torch's mean a weighted one.
+    An attribute called `reduction` proves little: class weights and ignored targets make torch's mean a weighted one,
+    so a torch loss with either is not taken apart; the claim is checked on real outputs besides.
     """
     reduction = getattr(loss, "reduction", None)
     if reduction not in ("mean", "sum"):
@@ -59,7 +65,9 @@ def per_example(loss: LossFunction, outputs: Tensor, targets: Tensor) -> tuple[L
         each = loss.each
     else:
         ignored = getattr(loss, "ignore_index", None)
-        if ignored is not None and bool((targets == ignored).any()):
+        if ignored is not None and bool((all_targets == ignored).any()):
+            return None
+        if any(getattr(loss, name, None) is not None for name in ("weight", "pos_weight")):
             return None
         whole = copy.copy(loss)
         whole.reduction = "none"  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def as_rows(values: Any) -> Any:
-    """A NamedTuple of vectors and scalars with a leading axis of one client: [d] -> [1, d], scalar -> [1, 1]."""
+    """A NamedTuple of tensors with a leading axis of one client: [d] -> [1, d], [] -> [1, 1]; the rest as it is."""
     if not values:
         return ()
     rows = [value.reshape(1, -1) if isinstance(value, Tensor) else value for value in values]

@@ -7,7 +7,8 @@ Backends compute the same numbers to rounding:
 * `vmap` computes a whole cohort in one call; on a GPU convolutions become patch products.
 
 `auto` is a stated rule, not a race, so that the same run takes the same backend everywhere: `vmap` on a GPU; on a CPU
-`vmap` for models without convolutions up to 100,000 parameters in cohorts of more than one, `sequential` otherwise.
+`vmap` for models without convolutions up to 100,000 parameters in cohorts of more than one, `sequential` otherwise, and
+wherever `vmap` cannot take the model or the loss (data-dependent control flow). A result says which one it was.
 """
 
 import copy
@@ -22,7 +23,7 @@ from torch.func import grad, grad_and_value, vmap
 
 from fedstride.errors import FedstrideError
 from fedstride.losses import LossFunction
-from fedstride.vector import KeyedDropout, VectorModel
+from fedstride.vector import KeyedDropout, VectorModel, rewind
 
 BACKENDS = ("sequential", "vmap")
 VMAP_LIMIT = 100_000  # parameters; beyond, a client's own matrices fill the cores of a CPU
@@ -146,6 +147,8 @@ class Sequential(Oracle):
         if batch.key is not None:
             for layer, (_, value) in zip(own.dropouts, self.model.dropout_keys(batch.key[i])):
                 layer.key = value
+        if own.dropouts:
+            rewind(own.module)
         with torch.enable_grad():
             outputs = own.module(batch.inputs[i])
             value = self.reduce(outputs, batch.targets[i], None if batch.weight is None else batch.weight[i])

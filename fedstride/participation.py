@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -36,8 +37,8 @@ class Participation:
 
 
 def _check_draws(n: int, count: int, limit: int | None) -> None:
-    if int(n) != n or n < 1:
-        raise FedstrideError(f"participation must draw at least one client a round, not {n!r}")
+    if not isinstance(n, Integral) or n < 1:
+        raise FedstrideError(f"participation must draw a whole number of clients, at least one a round, not {n!r}")
     if limit is not None and n > limit:
         raise FedstrideError(f"participation draws {n} different clients a round, but the fleet has {count}")
 
@@ -87,8 +88,10 @@ class Bernoulli(Participation):
     p: float
 
     def check(self, count: int, rounds: int) -> None:
-        if not 0 < self.p <= 1:
+        if not isinstance(self.p, Real) or not 0 < self.p <= 1:
             raise FedstrideError(f"bernoulli(p) needs a probability above 0 and up to 1, not {self.p!r}")
+        if 1 - (1 - self.p) ** count < 1e-3:
+            raise FedstrideError(f"bernoulli({self.p!r}) leaves all {count} clients out of nearly every round")
 
     def draw(self, rng: np.random.Generator, weights: np.ndarray, round: int) -> Cohort:
         while True:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedstride.errors import FedstrideError
 from fedstride.sampling import Jobs
 
 HEADER = ("steps", "target", "lr", "round")
@@ -21,7 +22,7 @@ class Replies:
     """
 
     def __init__(self, weights: Tensor, d: int, by_weight: bool, keep_rows: bool):
-        self._weights = weights  # [N]
+        self._weights = weights  # [N], float64
         self._d = d  # length of the model's vector
         self._by_weight = by_weight  # the draw carried the weights already
         self._keep_rows = keep_rows
@@ -33,10 +34,10 @@ class Replies:
 
     def add(self, jobs: Jobs, upload: Any) -> None:
         """Take in the accepted replies of a batch."""
-        device, dtype = self._weights.device, self._weights.dtype
+        device = self._weights.device
         clients = torch.as_tensor(jobs.clients, device=device)
         weights = self._weights[clients]
-        times = torch.as_tensor(jobs.times, device=device, dtype=dtype)
+        times = torch.as_tensor(jobs.times, device=device, dtype=torch.float64)
         factors = times if self._by_weight else times * weights
         self._clients.append(clients)
         self._factors.append(factors)
@@ -44,13 +45,15 @@ class Replies:
             self._scalars[name].append(torch.as_tensor(column, device=device, dtype=torch.float64))
         both = torch.stack([factors, weights])
         for name, value in zip(upload._fields if upload else (), upload):
+            if name in HEADER:
+                raise FedstrideError(f"an upload field must not be called {name!r}: every reply has that already")
             if value.shape[1] == 1:
                 self._scalars.setdefault(name, []).append(value[:, 0])
                 if self._d > 1:  # a model of one parameter has vectors that look like scalars: they are both
                     continue
             if self._keep_rows:
                 self._rows.setdefault(name, []).append(value)
-            more = both @ value
+            more = both.to(value.dtype) @ value
             self._sums[name] = self._sums[name] + more if name in self._sums else more
 
     def __len__(self) -> int:
@@ -83,7 +86,7 @@ class Replies:
     def mean(self, field: str) -> Tensor:
         """Mean of a field by aggregation factors."""
         if field in self._sums:
-            return self._sums[field][0] / torch.cat(self._factors).sum()
+            return self._sums[field][0] / float(torch.cat(self._factors).sum())
         values = self.each(field)
         return (self.factors.to(values.dtype) * values).sum()
 

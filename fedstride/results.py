@@ -10,7 +10,7 @@ from fedstride.errors import FedstrideError
 
 @dataclass(frozen=True)
 class Target:
-    """Stop as soon as a row meets all of these: accuracy and other metrics from below, losses from above."""
+    """Stop as soon as a row meets all of these: accuracy at least, losses at most."""
 
     accuracy: float | None = None
     loss: float | None = None
@@ -25,7 +25,7 @@ class Target:
             goal = getattr(self, name)
             if goal is None:
                 continue
-            if name not in row or (row[name] > goal if low else row[name] < goal):
+            if name not in row or not (row[name] <= goal if low else row[name] >= goal):  # NaN meets no goal
                 return False
         return True
 

@@ -46,8 +46,6 @@ class Sampler:
     """Draws mini-batches. `batch_size` None means all local data, which `everything` lists in chunks."""
 
     def __init__(self, clients: Clients, batch_size: int | None, sampling: str | Replay):
-        if batch_size is not None and (int(batch_size) != batch_size or batch_size < 1):
-            raise FedstrideError(f"batch_size must be a whole number from 1, or None for all data, not {batch_size!r}")
         if not callable(sampling) and sampling not in ("replacement", "shuffle"):
             raise FedstrideError(
                 f"sampling must be 'replacement', 'shuffle' or a function (client, round, step), not {sampling!r}"
@@ -73,7 +71,7 @@ class Sampler:
     def batches(self, jobs: Jobs, keys: Tensor, first: int, last: int) -> list[Indices]:
         """The mini-batches of steps first..last-1 for a block of jobs."""
         if callable(self.sampling):
-            return [self._replayed(jobs, step) for step in range(first, last)]
+            return [self._replayed(jobs, np.full(len(jobs.clients), step)) for step in range(first, last)]
         if self.sampling == "shuffle":
             return self._shuffled(jobs, keys, first, last)
         ids = torch.as_tensor(jobs.clients, device=keys.device)
@@ -82,6 +80,12 @@ class Sampler:
         draws = below(fold(keys[:, None], counters), self._sizes[ids, None]) + self._offsets[ids, None]
         rows = self.clients.order[draws].unflatten(1, (last - first, size))
         return [Indices(step) for step in rows.transpose(0, 1).contiguous()]
+
+    def single(self, jobs: Jobs, keys: Tensor) -> Indices:
+        """One mini-batch apart from those of the local steps; in a replay, the one after the last step."""
+        if callable(self.sampling):
+            return self._replayed(jobs._replace(steps=jobs.steps + 1), jobs.steps)
+        return self.batches(jobs, keys, 0, 1)[0]
 
     def _shuffled(self, jobs: Jobs, keys: Tensor, first: int, last: int) -> list[Indices]:
         """Every pass visits all local data once in a keyed order; a pass ends with a short batch, as loaders do."""
@@ -99,14 +103,14 @@ class Sampler:
                     counts[row, step - first] = len(part)
         return [Indices(rows[:, step], counts[:, step]) for step in range(last - first)]
 
-    def _replayed(self, jobs: Jobs, step: int) -> Indices:
+    def _replayed(self, jobs: Jobs, steps: np.ndarray) -> Indices:
         assert callable(self.sampling)
         lists = []
-        for client, version, steps in zip(jobs.clients, jobs.versions, jobs.steps):
-            if step >= steps:  # this client has finished; its row is not used
+        for client, version, step, limit in zip(jobs.clients, jobs.versions, steps, jobs.steps):
+            if step >= limit:  # this client has finished; its row is not used
                 lists.append(np.zeros(1, dtype=np.int64))
                 continue
-            chosen = np.asarray(self.sampling(int(client), int(version), step), dtype=np.int64).reshape(-1)
+            chosen = np.asarray(self.sampling(int(client), int(version), int(step)), dtype=np.int64).reshape(-1)
             n = int(self.clients.sizes[client])
             if len(chosen) == 0 or chosen.min() < 0 or chosen.max() >= n:
                 raise FedstrideError(

@@ -1,6 +1,5 @@
 """`simulate`: a whole federated run in this process."""
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedstride import inputs
 from fedstride import oracle as oracles
 from fedstride import participation as participations
 from fedstride import steps as step_rules
 from fedstride.algorithm import Algorithm, Exchange, make
 from fedstride.checkpoint import Folder
 from fedstride.clients import Clients
-from fedstride.engine import Answers, Plan, Run, play
+from fedstride.engine import Answers, Plan, Run, play, rates
 from fedstride.errors import FedstrideError
 from fedstride.evaluation import Evaluation, Metric
 from fedstride.keys import job_keys
@@ -116,52 +116,43 @@ def simulate(
         raise FedstrideError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(clients, Clients):
         raise FedstrideError("clients must be made with fs.Clients.from_arrays or fs.partition")
-    for name, value in (("rounds", rounds), ("every", every)) + ((("chunk", chunk),) if chunk is not None else ()):
-        if not isinstance(value, (int, np.integer)) or value < 1:
-            raise FedstrideError(f"{name} must be a whole number from 1, not {value!r}")
-    local = Local(momentum, weight_decay, clip)
-    _check_local(method, local)
-    who = participations.resolve(participation)
-    if schedule is not None and schedule.participation is not None:
-        if participation is not None:
-            raise FedstrideError("participation is given twice: in the schedule and on its own; give one of them")
-        who = schedule.participation
-    rule = step_rules.resolve(steps)
+    rounds, every, seed = inputs.whole("rounds", rounds), inputs.whole("every", every), inputs.whole("seed", seed, 0)
+    batch_size = None if batch_size is None else inputs.whole("batch_size", batch_size)
+    chunk = None if chunk is None else inputs.whole("chunk", chunk)
+    if resume and folder is None:
+        raise FedstrideError("resume=True needs the folder of the run")
+    local = inputs.local(method, momentum, weight_decay, clip)
+    stop = inputs.goal(stop, test, train_loss)
+    who, rule = inputs.participation(participation, schedule), step_rules.resolve(steps)
     if method.full_only and not who.everyone:
         raise FedstrideError(f"{method.name} needs every client in every round; use participation=None, not {who}")
     who.check(len(clients), rounds)
     rule.check(len(clients), rounds)
-    rate = _rate(lr, len(clients))
-
-    target = _device(device)
+    rate = inputs.rate(lr, 1 if method.pooled else len(clients))
+    target = inputs.device(device)
     if method.pooled:
-        epoch = Sampler(clients, batch_size, sampling).steps_per_epoch(np.arange(len(clients)))
-        rule, clients, who = step_rules.Pooled(rule, epoch), clients.pooled(), participations.Full()
+        rule = step_rules.Pooled(rule, who, Sampler(clients, batch_size, sampling))
+        clients, who = clients.pooled(), participations.Full()
+    clients = clients.to(target, dtype)
+    sampler = Sampler(clients, batch_size, sampling)
     vector = VectorModel(model, dtype, target)
     store = None
     if folder is not None:
-        options = {field.name: repr(getattr(method, field.name)) for field in dataclasses.fields(method)}  # type: ignore[arg-type]
-        identity = {
-            "method": method.name, "options": options, "model": vector.signature, "sizes": clients.sizes.tolist(),
-            "seed": seed, "dtype": str(dtype), "batch_size": batch_size, "steps": repr(rule),
-            "participation": repr(who), "local": repr(local), "weights": weights or method.weights,
-        }  # fmt: skip
-        store = Folder(folder, identity, resume)
-    name = oracles.choose(backend, vector, target, len(clients))
-    if store is not None and backend == "auto":
-        name = store.setup.get("backend", name)
-    if name == "vmap" and target.type == "cuda":
-        vector = VectorModel(model, dtype, target, patches=True)
-    clients = clients.to(target, dtype)
-    sampler = Sampler(clients, batch_size, sampling)
-    oracle = _oracle(name, vector, clients, loss)
-    fleet = clients.fleet(weights or method.weights, target, dtype)
+        named = dict(seed=seed, dtype=str(dtype), batch_size=batch_size, lr=lr, sampling=sampling, loss=loss)
+        named |= dict(local=local, weights=weights or method.weights)
+        store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
+        if backend == "auto":
+            backend = store.setup.get("backend", backend)
+    oracle = _oracle(backend, model, vector, clients, loss)
+    inputs.check_batches(oracle.model, clients, sampler)
+    fleet = clients.fleet(weights or method.weights, target)
     rows_at_once = chunk or max(1, CHUNK_BYTES // (VECTORS * vector.x.element_size() * len(vector.x)))
 
     transport = Simulator(method, oracle, sampler, local, rows_at_once, seed)
-    evaluate = Evaluation(vector, loss, test, metrics, (clients, fleet.weights) if train_loss else None)
+    evaluate = Evaluation(oracle.model, loss, test, metrics, (clients, fleet.weights) if train_loss else None)
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, stop)
     run = Run(method.init(vector.x.clone(), fleet))
+    rates(plan, 1)
     if store is not None:
         store.load(run, transport.memories)
         if run.status == "finished" or (run.status == "stopped" and not (stop and stop(run.rows[-1]))):
@@ -173,15 +164,15 @@ def simulate(
         if store is not None:
             store.append(run.rows[-1])
             if store.due():
-                store.save(run, transport.memories, {"backend": name})
+                store.save(run, transport.memories, {"backend": oracle.name})
 
     play(run, plan, transport, after)
     if progress:
         sys.stderr.write("\n")
     if store is not None:
-        store.save(run, transport.memories, {"backend": name})
+        store.save(run, transport.memories, {"backend": oracle.name})
     x = method.model(run.state)
-    return Result(x, vector.loaded(x), run.rows, run.status, method.name, name, run.state, transport.memories)
+    return Result(x, vector.loaded(x), run.rows, run.status, method.name, oracle.name, run.state, transport.memories)
 
 
 @torch.no_grad()
@@ -195,9 +186,9 @@ def smoothness(
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Smoothness constant L_i of every client's objective at the model's weights, by power iteration."""
-    target = _device(device)
+    target = inputs.device(device)
     vector, clients = VectorModel(model, dtype, target), clients.to(target, dtype)
-    oracle = _oracle(oracles.choose("auto", vector, target, len(clients)), vector, clients, loss)
+    oracle = _oracle("auto", model, vector, clients, loss)
     everyone, zeros = np.arange(len(clients)), np.zeros(len(clients), dtype=np.int64)
     jobs = Jobs(everyone, zeros, zeros, zeros, zeros, zeros, zeros)
     keys = job_keys(0, "smoothness", *(torch.as_tensor(column, device=target) for column in jobs[:3]))
@@ -205,56 +196,35 @@ def smoothness(
     return work.smoothness(vector.x[None])[:, 0]
 
 
-def _oracle(name: str, vector: VectorModel, clients: Clients, loss: LossFunction) -> oracles.Oracle:
+def _oracle(
+    backend: str, model: nn.Module, vector: VectorModel, clients: Clients, loss: LossFunction
+) -> oracles.Oracle:
     """Try model and loss on a few examples, then build the backend."""
-    inputs, targets = (part[:4] for part in clients.data(0))
-    outputs = vector.probe(inputs)
+    examples, targets = (part[:4] for part in clients.data(0))
+    outputs = vector.probe(examples)
+    inputs.check_labels(clients, loss, outputs)
     check_scalar(loss, outputs, targets)
-    return oracles.make(name, vector, loss, per_example(loss, outputs, targets))
+    each = per_example(loss, outputs, targets, clients.targets)
+    name = oracles.choose(backend, vector, vector.x.device, len(clients))
+    if name == "vmap" and vector.x.device.type == "cuda":
+        patched = VectorModel(model, vector.x.dtype, vector.x.device, patches=True)
+        patched.mixes_examples = vector.mixes_examples
+        vector = patched
+    oracle = oracles.make(name, vector, loss, each)
+    key = torch.zeros(1, dtype=torch.int64, device=vector.x.device) if vector.dropouts else None
+    try:
+        oracle(vector.x[None], oracles.Batch(examples[None], targets[None], None, key))
+    except (RuntimeError, ValueError) as error:
+        if name == "sequential" or backend == "vmap":
+            raise FedstrideError(
+                f"the {name} backend cannot take this model and loss: {str(error).splitlines()[0]}"
+                + ("; use backend='sequential'" if name == "vmap" else "")
+            ) from None
+        oracle = oracles.make("sequential", vector, loss, each)
+    return oracle
 
 
 def _show(row: dict, rounds: int) -> None:
     numbers = "  ".join(f"{name} {row[name]:.4f}" for name in ("loss", "accuracy", "local_loss") if name in row)
     sys.stderr.write(f"\rround {row['round']}/{rounds}  {numbers}\x1b[K")
     sys.stderr.flush()
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise FedstrideError(f"unknown device {name!r}; use 'auto', 'cpu', 'cuda' or 'cuda:0'") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise FedstrideError("device 'cuda' was asked for, but torch sees no GPU here; use device='cpu'")
-    return device
-
-
-def _rate(lr: Any, count: int) -> Callable[[int], Any]:
-    if callable(lr):
-        return lr
-    try:
-        rates = np.asarray(lr, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise FedstrideError(
-            f"lr must be a number, one number a client, or a function of the round, not {lr!r}"
-        ) from None
-    if rates.ndim > 1 or rates.size not in (1, count):
-        raise FedstrideError(f"lr lists {rates.size} numbers for {count} clients; give one, or one a client")
-    if not np.isfinite(rates).all() or (rates <= 0).any():
-        raise FedstrideError(f"lr must be positive, not {lr!r}")
-    return lambda round: rates
-
-
-def _check_local(method: Algorithm, local: Local) -> None:
-    if not 0 <= local.momentum < 1:
-        raise FedstrideError(f"momentum must be in [0, 1), not {local.momentum!r}")
-    if local.weight_decay < 0:
-        raise FedstrideError(f"weight_decay must not be negative, not {local.weight_decay!r}")
-    if local.clip is not None and not local.clip > 0:
-        raise FedstrideError(f"clip must be positive, not {local.clip!r}")
-    for option in ("momentum", "weight_decay", "clip"):
-        if getattr(local, option) and option not in method.local_options:
-            allowed = ", ".join(sorted(method.local_options)) or "none"
-            raise FedstrideError(f"{method.name} does not allow local {option}; of these options it allows {allowed}")

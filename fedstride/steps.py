@@ -1,6 +1,7 @@
 """How many local steps every client does."""
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 
 from fedstride.errors import FedstrideError
 from fedstride.keys import generator
+from fedstride.participation import Participation
+from fedstride.sampling import Sampler
 
 
 class Steps:
@@ -27,7 +30,8 @@ def _same(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_steps(steps: np.ndarray, what: str, lowest: int = 1) -> None:
-    if not np.issubdtype(steps.dtype, np.number) or (steps != np.floor(steps)).any() or (steps < lowest).any():
+    good = np.issubdtype(steps.dtype, np.number) and bool(np.isfinite(steps).all())
+    if not good or (steps != np.floor(steps)).any() or (steps < lowest).any():
         raise FedstrideError(f"{what} must be whole numbers from {lowest}, not {steps.ravel()[:8].tolist()}")
 
 
@@ -78,7 +82,9 @@ class Gaussian(Steps):
     redraw: bool = False
 
     def check(self, count: int, rounds: int) -> None:
-        if self.mean <= 0 or self.variance < 0:
+        if not all(isinstance(value, numbers.Real) for value in (self.mean, self.variance)) or not (
+            0 < self.mean < math.inf and 0 <= self.variance < math.inf
+        ):
             raise FedstrideError(
                 f"gaussian steps need mean > 0 and variance >= 0, not {self.mean!r}, {self.variance!r}"
             )
@@ -118,7 +124,9 @@ class Unfinished(Steps):
     unit: str = "epoch"
 
     def check(self, count: int, rounds: int) -> None:
-        if not 0 <= self.rho <= 1 or not 1 <= self.tau_max <= self.epochs:
+        whole = all(isinstance(value, numbers.Integral) for value in (self.tau_max, self.epochs))
+        share = isinstance(self.rho, numbers.Real) and 0 <= self.rho <= 1
+        if not whole or not share or not 1 <= self.tau_max <= self.epochs:
             raise FedstrideError(
                 f"unfinished needs rho in [0, 1] and tau_max from 1 to epochs = {self.epochs}, "
                 f"not rho={self.rho!r}, tau_max={self.tau_max!r}"
@@ -136,16 +144,18 @@ class Unfinished(Steps):
 
 
 class Pooled(Steps):
-    """The sum of a fleet's steps, for one client that holds all the data."""
+    """The sum of a cohort's steps, for one client that holds all the data."""
 
-    def __init__(self, steps: Steps, epoch: np.ndarray):
-        self.steps, self.epoch = steps, epoch
+    def __init__(self, steps: Steps, who: Participation, sampler: Sampler):
+        self.steps, self.who, self.sampler = steps, who, sampler
 
     def __repr__(self) -> str:
-        return f"Pooled({self.steps!r})"
+        return f"Pooled({self.steps!r}, {self.who!r})"
 
     def draw(self, clients: np.ndarray, round: int, epoch: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        _, done = self.steps.draw(np.arange(len(self.epoch)), round, self.epoch, seed)
+        sizes = self.sampler.clients.sizes
+        cohort = self.who.draw(generator(seed, "cohort", round), sizes / sizes.sum(), round).clients
+        _, done = self.steps.draw(cohort, round, self.sampler.steps_per_epoch(cohort), seed)
         return _same(np.array([done.sum()]))
 
 

@@ -163,7 +163,7 @@ class Work:
             if full or self._sampler.full:
                 _, g[block] = self._total(self._oracle, (y[block],), self._pieces(jobs), keys, FULL_PASS)
             else:
-                _, g[block] = self._apply(self._oracle, (y[block],), self._batches(jobs, keys, 0, 1)[0], keys, 0)
+                _, g[block] = self._apply(self._oracle, (y[block],), self._sampler.single(jobs, keys), keys, 0)
 
         self._oracle.map(compute, self._oracle.blocks(len(y)))
         return g + self._local.weight_decay * y if self._local.weight_decay else g

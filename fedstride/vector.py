@@ -32,6 +32,7 @@ class KeyedDropout(nn.Module):
         super().__init__()
         self.p = p
         self.channelwise = channelwise
+        self.calls = 0  # in this forward pass: a layer used twice drops different values
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -40,7 +41,8 @@ class KeyedDropout(nn.Module):
             return inputs
         shape = inputs.shape[:2] + (1,) * (inputs.dim() - 2) if self.channelwise else inputs.shape
         counters = torch.arange(math.prod(shape), device=inputs.device)
-        bits = (fold(self.key, counters) >> 33) & 0x7FFFFFFF
+        bits = (fold(fold(self.key, self.calls), counters) >> 33) & 0x7FFFFFFF
+        self.calls += 1
         keep = (bits >= int(self.p * (1 << 31))).view(shape)
         return inputs * keep.to(inputs.dtype) / (1 - self.p) if self.p < 1 else torch.zeros_like(inputs)
 
@@ -85,6 +87,13 @@ def _swap(module: nn.Module, patches: bool) -> nn.Module:
     return module
 
 
+def rewind(module: nn.Module) -> None:
+    """A new forward pass begins."""
+    for child in module.modules():
+        if isinstance(child, KeyedDropout):
+            child.calls = 0
+
+
 class VectorModel:
     """A module seen as a function of one flat vector."""
 
@@ -108,10 +117,12 @@ class VectorModel:
         self.shapes = [p.shape for _, p in trainable]
         self.sizes = [p.numel() for _, p in trainable]
         self.dropouts = [name for name, child in self.module.named_modules() if isinstance(child, KeyedDropout)]
-        # Statistics over the batch would see padding, so such a model must get whole batches.
-        self.mixes_examples = any(isinstance(child, _BatchNorm) for child in self.module.modules())
+        # Statistics over the batch would see padding, so such a model must get whole batches; `probe` finds others.
+        self.mixes_examples = self.normalises = any(isinstance(child, _BatchNorm) for child in self.module.modules())
         self.convolves = any(isinstance(child, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for child in module.modules())
         self.x = torch.cat([p.detach().flatten() for _, p in trainable])
+        if not torch.isfinite(self.x).all():
+            raise FedstrideError("the model's starting weights contain NaN or infinity")
 
     @property
     def signature(self) -> list[list]:
@@ -129,6 +140,8 @@ class VectorModel:
     def outputs(self, vector: Tensor, inputs: Tensor, step_key: Tensor | None = None) -> Tensor:
         """The module's outputs with its trainable parameters taken from the vector."""
         tensors = dict(zip(self.names, self.views(vector)))
+        if self.dropouts:
+            rewind(self.module)
         if step_key is not None:
             tensors.update((f"{name}.key", value) for name, value in self.dropout_keys(step_key))
         return functional_call(self.module, tensors, (inputs,))
@@ -137,6 +150,7 @@ class VectorModel:
     def predict(self, vector: Tensor, inputs: Tensor, chunk: int = 1024) -> Tensor:
         """Outputs in evaluation mode, in chunks."""
         self.module.eval()
+        chunk = len(inputs) if self.mixes_examples else chunk
         try:
             return torch.cat([self.outputs(vector, part) for part in inputs.split(chunk)])
         finally:
@@ -177,4 +191,8 @@ class VectorModel:
                 "the model draws random numbers outside nn.Dropout layers, so its clients could not be told apart; use "
                 "nn.Dropout modules instead of functional dropout or noise"
             )
+        if not self.mixes_examples and len(inputs) > 1:
+            half = len(inputs) // 2
+            part = self.outputs(self.x, inputs[:half], step_key)
+            self.mixes_examples = not torch.allclose(part, outputs[:half], rtol=1e-3, atol=1e-5)
         return outputs

@@ -178,6 +178,55 @@ def test_zero_steps_is_absence():
     assert torch.equal(one.x, two.x) and one.rows[0]["clients"] == 4
 
 
+def test_the_prologue_asks_everybody_whatever_their_steps():
+    table = np.full((5, 6), 2)
+    table[0, 1] = 0
+    for method in ("localsteps", "fedagrac"):
+        result = Quadratics().run(method, rounds=5, steps=table)
+        assert result.rows[0]["clients"] == 6 and sum(row["rejected"] for row in result.rows) == 0
+
+
+def test_nan_meets_no_target():
+    for name in ("accuracy", "loss", "train_loss"):
+        target = fs.Target(**{name: 0.5})
+        assert not target({name: float("nan")}) and not target({}) and target({name: 0.5})
+
+
+def test_a_refused_second_exchange_with_a_few_does_not_end_the_run(monkeypatch):
+    from fedstride.algorithms import FedaGracSaving
+    from fedstride.algorithms.calibration import Reference
+
+    bad = lambda self, work, msg, memory: (Reference(memory.first * float("nan")), memory)  # noqa: E731
+    monkeypatch.setattr(FedaGracSaving, "reference", bad)
+    result = Quadratics().run(FedaGracSaving(), rounds=3, steps=[1, 6, 1, 1, 1, 1])
+    assert result.status == "finished" and result.rows[-1]["rejected"] == 1
+
+
+def test_empty_rounds_report_nothing_old():
+    rows = Quadratics().run("fedlga", rounds=2, participation=[[0, 1], []]).rows
+    assert "unfinished" in rows[0] and "unfinished" not in rows[1]
+
+
+def test_centralised_follows_the_cohorts_steps():
+    rows = Quadratics().run("centralised", rounds=2, participation=[[0], [1, 3]]).rows
+    assert [row["steps"] for row in rows] == [STEPS[0], STEPS[1] + STEPS[3]]
+
+
+def test_upload_fields_may_not_shadow_the_header():
+    from typing import NamedTuple
+
+    from fedstride.replies import Replies
+    from fedstride.sampling import Jobs
+
+    class Bad(NamedTuple):
+        steps: torch.Tensor
+
+    ones = np.ones(2, dtype=np.int64)
+    replies = Replies(torch.full((2,), 0.5, dtype=torch.float64), 3, False, False)
+    with pytest.raises(fs.FedstrideError, match="must not be called 'steps'"):
+        replies.add(Jobs(np.arange(2), ones, ones, ones, ones, ones, ones), Bad(torch.ones(2, 1)))
+
+
 class TestFolders:
     def settings(self, **changes):
         return dict(lr=0.05, steps=STEPS, batch_size=5, device="cpu", weights="data") | changes
@@ -186,10 +235,12 @@ class TestFolders:
         clients, _ = digits()
         return fs.simulate(method, small_network(), clients, rounds=rounds, folder=folder, **self.settings(**changes))
 
-    def test_interruption_at_every_round(self, tmp_path):
+    def test_interruption_at_every_round(self, tmp_path, monkeypatch):
         """Killed after any round, by an error in the middle of the next one: the same end."""
         clients, _ = digits()
         whole = fs.simulate("fedagrac", small_network(), clients, rounds=5, **self.settings())
+
+        original = fs.steps.Fixed.draw
 
         class Killed(Exception):
             pass
@@ -197,13 +248,14 @@ class TestFolders:
         for stop in range(2, 6):
             folder = tmp_path / str(stop)
 
-            def lr(round, stop=stop):
+            def draw(self, clients, round, epoch, seed, stop=stop):
                 if round == stop:
                     raise Killed
-                return 0.05
+                return original(self, clients, round, epoch, seed)
 
-            with pytest.raises(Killed):
-                self.start(folder, "fedagrac", rounds=5, lr=lr)
+            with monkeypatch.context() as patch, pytest.raises(Killed):
+                patch.setattr(fs.steps.Fixed, "draw", draw)
+                self.start(folder, "fedagrac", rounds=5)
             (folder / "rows.jsonl").open("a").write('{"round": 99')  # a row cut off in the middle
             resumed = self.start(folder, "fedagrac", rounds=5, resume=True)
             assert torch.equal(whole.x, resumed.x) and whole.rows == resumed.rows
@@ -223,6 +275,8 @@ class TestFolders:
         for changes, words in (
             ({}, "already holds a run"),
             ({"method": "fedavg", "resume": True}, "its method is scaffold, this run's is fedavg"),
+            ({"lr": 0.1, "resume": True}, "its lr is 0.05, this run's is 0.1"),
+            ({"sampling": "shuffle", "resume": True}, "its sampling is replacement"),
             ({"seed": 1, "resume": True}, "its seed is 0, this run's is 1"),
             ({"method": Scaffold(server_lr=0.5), "resume": True}, "options"),
         ):
@@ -234,14 +288,17 @@ class TestFolders:
             fs.simulate("scaffold", other, clients, rounds=3, folder=tmp_path, resume=True, **self.settings())
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    @pytest.mark.parametrize("damage", ["tensors", "json", "cut", "missing", "rows"])
+    @pytest.mark.parametrize("damage", ["tensors", "json", "cut", "missing", "rows", "no rows"])
     def test_damage_is_noticed(self, tmp_path, damage):
         self.start(tmp_path)
         tensors = next(tmp_path.glob("tensors-*"))
-        target = {"tensors": tensors, "missing": tensors, "rows": tmp_path / "rows.jsonl"}.get(
-            damage, tmp_path / "run.json"
-        )
-        if damage == "missing":
+        target = {
+            "tensors": tensors,
+            "missing": tensors,
+            "rows": tmp_path / "rows.jsonl",
+            "no rows": tmp_path / "rows.jsonl",
+        }.get(damage, tmp_path / "run.json")
+        if damage in ("missing", "no rows"):
             target.unlink()
         else:
             data = bytearray(target.read_bytes())
@@ -254,6 +311,20 @@ class TestFolders:
             target.write_bytes(bytes(data))
         with pytest.raises(fs.FedstrideError, match="damaged|missing"):
             self.start(tmp_path, rounds=5, resume=True)
+
+    def test_replayed_runs_can_be_lengthened(self, tmp_path):
+        cohorts, table = [[0, 1], [2], [3, 5]], np.arange(1, 19).reshape(3, 6) % 4 + 1
+        whole = self.start(None, rounds=3, participation=cohorts, steps=table)
+        self.start(tmp_path, rounds=2, participation=cohorts[:2], steps=table[:2])
+        longer = self.start(tmp_path, rounds=3, participation=cohorts, steps=table, resume=True)
+        assert torch.equal(whole.x, longer.x)
+        with pytest.raises(fs.FedstrideError, match="its participation is|its steps is"):
+            self.start(tmp_path, rounds=4, participation=[[0], *cohorts], steps=np.ones((4, 6), dtype=int), resume=True)
+
+    def test_rows_without_a_checkpoint_belong_to_nothing(self, tmp_path):
+        (tmp_path / "rows.jsonl").write_text('{"round": 777}\n')
+        self.start(tmp_path, rounds=2)
+        assert [row["round"] for row in self.start(tmp_path, rounds=3, resume=True).rows] == [1, 2, 3]
 
     def test_no_pickle_and_no_leftovers(self, tmp_path):
         self.start(tmp_path)

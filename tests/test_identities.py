@@ -67,6 +67,16 @@ def test_fedagrac_equal_steps_are_slow_whatever_the_rounding():
         assert not sends_first("std", torch.full((7,), 500.0, dtype=torch.float64), mean).any()
 
 
+def test_fedagrac_equal_steps_are_slow_in_float32_too():
+    for seed in range(6):
+        sizes = tuple(int(n) for n in np.random.default_rng(seed).integers(5, 60, 6))
+        problem = Quadratics(seed=seed, sizes=sizes)
+        runs = [
+            problem.run(FedaGrac(mode=mode), rounds=3, steps=5, lr=0.05, dtype=torch.float32) for mode in ("std", "avg")
+        ]
+        assert torch.equal(runs[0].x, runs[1].x)
+
+
 def test_fedagrac_with_single_steps_is_gradient_descent():
     problem = Quadratics()
     x = np.linspace(-1, 1, 4)
@@ -257,6 +267,24 @@ def test_scaffnew_invariants():
         np.testing.assert_allclose(h.numpy(), problem.a[client] @ (problem.optimum() - problem.c[client]), atol=1e-8)
     steps = [row["steps"] / 6 for row in problem.run(Scaffnew(p=0.3), rounds=300).rows]
     assert np.mean(steps) == pytest.approx(1 / 0.3, rel=0.2) and all(count == int(count) for count in steps)
+
+
+def test_scaffnew_with_a_decaying_rate_against_the_printed_loop():
+    """Each h_i update uses the rate of the steps that led to it."""
+    problem, p, x = Quadratics(), 0.3, np.linspace(-1, 1, 4)
+    rate = lambda round: 0.15 / round  # noqa: E731
+    h, weights = np.zeros((6, 4)), problem.weights["data"]
+    for round in range(1, 5):
+        steps = Scaffnew(p=p).assign(None, np.arange(6), fs.keys.generator(0, "assign", round))[0]
+        ends = []
+        for i in range(6):
+            y = x
+            for _ in range(steps):
+                y = y - rate(round) * (problem.a[i] @ (y - problem.c[i]) - h[i])
+            ends.append(y)
+        x = weights @ np.array(ends)
+        h = h + p / rate(round) * (x - np.array(ends))
+    np.testing.assert_allclose(problem.run(Scaffnew(p=p), rounds=4, lr=rate).x.numpy(), x, atol=1e-12)
 
 
 def test_fedavgm_and_fedadam_limits():

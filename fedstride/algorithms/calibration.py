@@ -44,13 +44,22 @@ def check_fields(method):
     """Refuse impossible settings in words."""
     check_choice(method, "mode", tuple(SENDS_FIRST))
     check_choice(method, "start", ("full_grad", "zeros"))
+    staged = isinstance(method.calibration, (tuple, list))
     try:
-        calibration_at(method.calibration, torch.ones(1))
+        stages = [
+            (int(first), float(rate)) for first, rate in (method.calibration if staged else ((1, method.calibration),))
+        ]
+        firsts = [first for first, _ in stages]
+        good = (
+            firsts[:1] == [1] and sorted(set(firsts)) == firsts and all(0 <= rate < float("inf") for _, rate in stages)
+        )
     except (TypeError, ValueError):
+        good = False
+    if not good:
         raise FedstrideError(
-            f"{method.name}: calibration must be a number or stages ((first round, value), ...), "
-            f"not {method.calibration!r}"
-        ) from None
+            f"{method.name}: calibration must be a number from 0, or stages ((1, rate), (first round, rate), ...) in "
+            f"ascending order, not {method.calibration!r}"
+        )
 
 
 def sends_first(mode, steps, mean_steps):

@@ -70,14 +70,12 @@ class FedaGracSaving(Algorithm):
 
     @property
     def exchanges(self):
-        return (
-            Exchange(self.message, self.client, self.server),
-            Exchange(lambda state: (), self.reference, self.combine, "reference", self.owes),
-        )
+        train = Exchange(self.message, self.client, self.server)
+        return train, Exchange(lambda state: (), self.reference, self.combine, "reference", self.owes)
 
     def init(self, x, fleet):
         table = x.new_zeros(fleet.clients, len(x))
-        return State(x, zeros_like(x), x.new_zeros(()), fleet.weights, table, table)
+        return State(x, zeros_like(x), x.new_zeros(()), fleet.weights.to(x.dtype), table, table)
 
     def init_client(self, x):
         return Memory(zeros_like(x), zeros_like(x))

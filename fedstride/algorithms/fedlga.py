@@ -63,7 +63,7 @@ class FedLGA(Algorithm):
         return Delta(work.descend(msg.x, lr=lr) - msg.x), memory
 
     def server(self, state, replies):
-        dx, factors = replies.rows("dx"), replies.factors[:, None]
+        dx, factors = replies.rows("dx"), replies.factors[:, None].to(state.x.dtype)
         lr = replies.each("lr") * (1 - self.decay) ** (replies.each("round") - 1)
         steps, target, lr = (
             column.to(dx.dtype)[:, None] for column in (replies.each("steps"), replies.each("target"), lr)

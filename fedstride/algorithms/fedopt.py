@@ -28,6 +28,7 @@ class _Adaptive(Algorithm):
 
     server_lr: float
     beta1: float
+    beta2: float
     epsilon: float
     v0: float | None
 
@@ -35,6 +36,7 @@ class _Adaptive(Algorithm):
         check_number(self, "server_lr", 0, open=True)
         check_number(self, "beta1", 0, 1)
         check_number(self, "epsilon", 0, open=True)
+        check_number(self, "beta2", 0, 1)
 
     def init(self, x, fleet):
         return Moments(x, zeros_like(x), full_like(x, self.epsilon**2 if self.v0 is None else self.v0))
@@ -58,6 +60,7 @@ class FedAdagrad(_Adaptive):
 
     server_lr: float = 0.1
     beta1: float = 0.0
+    beta2 = 1.0  # not used: v only grows
     epsilon: float = 1e-3  # tau
     v0: float | None = None  # start of v; None: epsilon^2
 

@@ -5,7 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedstride.algorithm import Algorithm, Exchange, Params, check_choice, check_number, register
+from fedstride.algorithm import Algorithm, Exchange, Params, check_choice, check_number, check_whole, register
+
+LISTED = 100  # larger fleets' rows hold only the mean of tau
 
 
 class State(NamedTuple):
@@ -17,7 +19,7 @@ class State(NamedTuple):
     k: int = 0
     best: float = float("inf")  # F_m
     smoothness: float = 0.0  # L, running maximum
-    premise: float = 0.0  # lr tau_k L
+    premise: float = 0.0  # lr tau_{k+1} L
     a_min: float = 0.0
     streak: int = 0  # roll-backs in a row, now and at most
     longest: int = 0
@@ -68,6 +70,7 @@ class FedVeca(Algorithm):
     """
 
     assigns = True
+    common_lr = True
     local_options = frozenset({"weight_decay"})
     alpha: float = 0.95
     tau_max: int = 50
@@ -81,8 +84,9 @@ class FedVeca(Algorithm):
 
     def __post_init__(self):
         check_number(self, "alpha", 0, 1, open=True)
-        check_number(self, "tau_max", 2)
-        check_number(self, "tau_start", 1)
+        check_whole(self, "tau_max", 2)
+        check_whole(self, "tau_start", 2 if self.adapt else 1, self.tau_max)
+        check_whole(self, "reset_after", 0)
         check_choice(self, "loss", ("local", "global"))
         check_choice(self, "delta_terms", ("line17", "assumption"))
         check_choice(self, "norm_at", ("previous", "current"))
@@ -116,7 +120,8 @@ class FedVeca(Algorithm):
         gradient = work.gradient(msg.x)
         start = Carry(work.column(), work.zeros(msg.x), work.column(), work.column())
         y, carry = work.descend(msg.x, direction, rows=(gradient, msg.x), carry=start)
-        return Upload(gradient, carry.total / work.steps, work.loss(y), carry.beta, carry.delta), memory
+        loss = work.loss(y) if self.rollback and self.loss == "local" else work.column()
+        return Upload(gradient, carry.total / work.steps, loss, carry.beta, carry.delta), memory
 
     def server(self, state, replies):
         gradient, lr = replies.mean("gradient"), float(replies.mean("lr"))
@@ -134,9 +139,11 @@ class FedVeca(Algorithm):
             ratio = torch.where(a > 0, a / (a - self.alpha * a_min), float(self.tau_max))
             wanted = torch.floor(ratio + 1e-3).clamp(2, self.tau_max).to(tau.dtype)
             tau = tau.index_copy(0, who, wanted)
+        smoothness = max(state.smoothness, slope)
+        tau_next = float((replies.factors * tau[replies.clients]).sum())
         state = state._replace(
             x_before=state.x, gradient=gradient, candidate=candidate, tau=tau, k=state.k + 1, a_min=a_min,
-            premise=lr * float(replies.mean("steps")) * state.smoothness, smoothness=max(state.smoothness, slope),
+            premise=lr * tau_next * smoothness, smoothness=smoothness,
         )  # fmt: skip
         if not self.rollback:
             return state._replace(x=candidate)
@@ -154,6 +161,11 @@ class FedVeca(Algorithm):
         return state._replace(best=best, streak=streak, longest=max(streak, state.longest))
 
     def report(self, state):
-        numbers = {"tau": state.tau.tolist(), "smoothness": state.smoothness, "premise": state.premise}
+        numbers = {"tau": state.tau.tolist()} if len(state.tau) <= LISTED else {}
+        numbers |= {
+            "tau_mean": float(state.tau.double().mean()),
+            "smoothness": state.smoothness,
+            "premise": state.premise,
+        }
         numbers |= {"alpha_bound": min(1.0, 2 * state.smoothness / state.a_min) if state.a_min else 1.0}
         return numbers | ({"rollbacks": state.streak, "longest_rollback": state.longest} if self.rollback else {})

@@ -70,7 +70,8 @@ class LocalSteps(Algorithm):
     def client(self, work, msg, memory):
         lr = work.lr
         if self.step == "local":
-            lr = self.scale / memory.smoothness
+            # A client without curvature has no bound; the run's own rate will do.
+            lr = torch.where(memory.smoothness > 0, self.scale / memory.smoothness, work.lr)
         elif self.step == "universal":
             tau, mean, most = work.target, msg.mean_smoothness, msg.max_smoothness
             e = most / mean if self.growth is None else self.growth

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor, ones_like, zeros, zeros_like
+from torch import Tensor, zeros_like
 
 from fedstride.algorithm import Algorithm, Delta, Exchange, Params, check_number, register
 
@@ -11,7 +11,7 @@ from fedstride.algorithm import Algorithm, Delta, Exchange, Params, check_number
 class Memory(NamedTuple):
     y: Tensor  # where the client stands
     h: Tensor  # control variate h_i
-    sent: Tensor  # 1 if y was uploaded and used
+    owed: Tensor  # p / lr of the steps that led to y, if it was uploaded and used; else 0
 
 
 @register("scaffnew")
@@ -34,6 +34,7 @@ class Scaffnew(Algorithm):
     exact = True
     full_only = True
     assigns = True
+    common_lr = True
     local_options = frozenset({"weight_decay"})
     p: float = 0.1
 
@@ -51,15 +52,15 @@ class Scaffnew(Algorithm):
         return np.full(len(clients), rng.geometric(self.p))
 
     def init_client(self, x):
-        return Memory(x, zeros_like(x), zeros((), dtype=x.dtype, device=x.device))
+        return Memory(x, zeros_like(x), x.new_zeros(()))
 
     def settle(self, work, msg, memory):
-        h = memory.h + memory.sent * (self.p / work.lr) * (msg.x - memory.y)
-        return (), Memory(work.rows(msg.x), h, zeros_like(memory.sent))
+        h = memory.h + memory.owed * (msg.x - memory.y)
+        return (), Memory(work.rows(msg.x), h, zeros_like(memory.owed))
 
     def client(self, work, msg, memory):
         y = work.descend(memory.y, lambda g, y, h: g - h, rows=(memory.h,))
-        return Delta(y - memory.y), Memory(y, memory.h, ones_like(memory.sent))
+        return Delta(y - memory.y), Memory(y, memory.h, self.p / work.lr)
 
     def server(self, state, replies):
         return Params(state.x + replies.mean("dx"))

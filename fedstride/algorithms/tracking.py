@@ -38,6 +38,7 @@ class GradientTracking(Algorithm):
     """Abstract: an exchange of gradients at x, then local steps along `g_i(y) - g_i(x) + gf`."""
 
     exact = True
+    weights = "uniform"
     local_options = frozenset({"weight_decay"})
 
     @property
@@ -96,7 +97,6 @@ class Tracking(GradientTracking):
     Limits: tau = 1 is gradient descent; at equal steps and step size it is FedLin.
     """
 
-    weights = "uniform"
     full_only = True
     step: str = "given"
     scale: float = 1.0

@@ -1,0 +1,170 @@
+"""What a user may pass: checked here, before anything runs, with one sentence for every mistake."""
+
+import dataclasses
+import functools
+import hashlib
+import numbers
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedstride import participation as participations
+from fedstride import steps as step_rules
+from fedstride.algorithm import Algorithm
+from fedstride.clients import Clients
+from fedstride.errors import FedstrideError
+from fedstride.losses import Loss, LossFunction, cross_entropy
+from fedstride.results import Target
+from fedstride.sampling import Sampler
+from fedstride.schedule import Sync
+from fedstride.train import Local
+from fedstride.vector import VectorModel
+
+
+def whole(name: str, value: Any, low: int = 1) -> int:
+    """A whole number from `low`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = low - 1
+    if number < low:
+        raise FedstrideError(f"{name} must be a whole number from {low}, not {value!r}")
+    return number
+
+
+def rate(lr: Any, count: int) -> Callable[[int], Any]:
+    """A learning rate as a function of the round."""
+    if callable(lr):
+        return lr
+    try:
+        rates = np.asarray(lr, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise FedstrideError(
+            f"lr must be a number, one number a client, or a function of the round, not {lr!r}"
+        ) from None
+    if rates.ndim > 1 or rates.size not in (1, count):
+        raise FedstrideError(f"lr lists {rates.size} numbers for {count} clients; give one, or one a client")
+    if not np.isfinite(rates).all() or (rates <= 0).any():
+        raise FedstrideError(f"lr must be positive, not {lr!r}")
+    return lambda round: rates
+
+
+def device(name: Any) -> torch.device:
+    """The device to run on; `auto` is a GPU where torch sees one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise FedstrideError(f"unknown device {name!r}; use 'auto', 'cpu', 'cuda' or 'cuda:0'") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise FedstrideError("device 'cuda' was asked for, but torch sees no GPU here; use device='cpu'")
+    return found
+
+
+def local(method: Algorithm, momentum: Any, weight_decay: Any, clip: Any) -> Local:
+    """Options of the local optimiser, as far as the method allows them."""
+    options = {"momentum": momentum, "weight_decay": weight_decay, "clip": clip}
+    for name, value in options.items():
+        if not isinstance(value, numbers.Real) and not (name == "clip" and value is None):
+            raise FedstrideError(f"{name} must be a number, not {value!r}")
+    if not 0 <= momentum < 1:
+        raise FedstrideError(f"momentum must be in [0, 1), not {momentum!r}")
+    if not 0 <= weight_decay < float("inf"):
+        raise FedstrideError(f"weight_decay must be a number from 0, not {weight_decay!r}")
+    if clip is not None and not clip > 0:
+        raise FedstrideError(f"clip must be positive, not {clip!r}")
+    for name, value in options.items():
+        if value and name not in method.local_options:
+            own = f"; it has a field {name} of its own" if hasattr(method, name) else ""
+            allowed = ", ".join(sorted(method.local_options)) or "none"
+            raise FedstrideError(
+                f"{method.name} does not allow local {name}{own}; of these options it allows {allowed}"
+            )
+    return Local(momentum, weight_decay, clip)
+
+
+def participation(given: Any, schedule: Sync | None) -> participations.Participation:
+    """Who takes part: from the argument or from the schedule, not from both."""
+    if schedule is None:
+        return participations.resolve(given)
+    if not isinstance(schedule, Sync):
+        raise FedstrideError(f"schedule must come from fs.schedule (Sync), not {schedule!r}")
+    if given is not None and schedule.participation is not None:
+        raise FedstrideError("participation is given twice: in the schedule and on its own; give one of them")
+    return participations.resolve(given if schedule.participation is None else schedule.participation)
+
+
+def goal(stop: Any, test: Any, train_loss: bool) -> Target | None:
+    """A target that this run can reach."""
+    if stop is None:
+        return None
+    if not isinstance(stop, Target):
+        raise FedstrideError(f"stop must be a Target, such as fs.Target(accuracy=0.8), not {stop!r}")
+    if test is None and (stop.accuracy is not None or stop.loss is not None):
+        raise FedstrideError("the target needs test data; pass test=(inputs, targets)")
+    if stop.train_loss is not None and not train_loss:
+        raise FedstrideError("the target is a train_loss, which is not measured; pass train_loss=True")
+    return stop
+
+
+def check_batches(vector: VectorModel, clients: Clients, sampler: Sampler) -> None:
+    """Batch statistics need two examples in every batch."""
+    if not vector.normalises or callable(sampler.sampling):
+        return
+    size, sizes = sampler.batch_size, clients.sizes
+    if size is None:
+        smallest = int(sizes.min())
+    else:
+        smallest = int(np.where(sizes % size, sizes % size, size).min()) if sampler.sampling == "shuffle" else size
+    if smallest < 2:
+        raise FedstrideError("the model has BatchNorm layers, but some batch would have one example; use GroupNorm")
+
+
+def check_labels(clients: Clients, loss: LossFunction, outputs: Tensor) -> None:
+    """Class labels must be among the model's outputs."""
+    targets = clients.targets
+    known = loss in (cross_entropy, F.cross_entropy) or isinstance(loss, nn.CrossEntropyLoss)
+    if not known or outputs.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
+        return
+    bad = (targets < 0) | (targets >= outputs.shape[1])
+    bad &= targets != getattr(loss, "ignore_index", -100)
+    rows = bad[clients.order].nonzero()
+    if len(rows):
+        client = int(np.searchsorted(clients.offsets, int(rows[0]), side="right")) - 1
+        label = int(targets[clients.order[rows[0]]])
+        raise FedstrideError(f"client {client} has label {label}; the model has outputs 0 to {outputs.shape[1] - 1}")
+
+
+def identity(
+    method: Algorithm, vector: VectorModel, clients: Clients, rule: step_rules.Steps, who: Any, **settings: Any
+) -> dict[str, Any]:
+    """What makes a run this run: a checkpoint must agree in all of it (lists of rounds as far as they were played)."""
+    fields = dataclasses.fields(method)  # type: ignore[arg-type]
+    return {
+        "method": method.name,
+        "options": {field.name: repr(getattr(method, field.name)) for field in fields},
+        "model": vector.signature,
+        "clients": [len(clients), hashlib.sha256(clients.sizes.tobytes()).hexdigest()[:16]],
+        "steps": rule.table.tolist() if isinstance(rule, step_rules.Listed) else repr(rule),
+        "participation": who.cohorts if isinstance(who, participations.Listed) else repr(who),
+    } | {name: _described(value) for name, value in settings.items()}
+
+
+def _described(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Loss):
+        return f"{value.each.__qualname__} {value.reduction}"
+    if isinstance(value, nn.Module) or (callable(value) and not hasattr(value, "__qualname__")):
+        return repr(value) if isinstance(value, nn.Module) else type(value).__qualname__
+    if isinstance(value, functools.partial):
+        return value.func.__qualname__
+    if callable(value):
+        return value.__qualname__
+    return np.asarray(value).tolist() if isinstance(value, (list, tuple, np.ndarray)) else repr(value)
