@@ -64,6 +64,8 @@ def device(name: Any) -> torch.device:
         raise FedstrideError(f"unknown device {name!r}; use 'auto', 'cpu', 'cuda' or 'cuda:0'") from None
     if found.type == "cuda" and not torch.cuda.is_available():
         raise FedstrideError("device 'cuda' was asked for, but torch sees no GPU here; use device='cpu'")
+    if found.type not in ("cpu", "cuda"):
+        raise FedstrideError(f"device {name!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:0'")
     return found
 
 
