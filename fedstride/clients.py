@@ -48,7 +48,8 @@ class Clients:
                 raise FedstrideError(f"client {client} must be a pair (inputs, targets)")
             try:
                 a, b = (
-                    part if isinstance(part, Tensor) else torch.as_tensor(np.ascontiguousarray(part)) for part in pair
+                    part if isinstance(part, Tensor) else torch.as_tensor(np.require(part, requirements=["C", "W"]))
+                    for part in pair
                 )
             except (TypeError, ValueError, RuntimeError) as error:
                 raise FedstrideError(f"client {client} has data that are not arrays of numbers: {error}") from None

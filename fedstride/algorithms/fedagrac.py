@@ -42,6 +42,9 @@ class FedaGrac(Algorithm):
     "participants" (the authors' code), or "all": absent clients count with their last v_i. `local_ref` "avg" (line 11)
     or "sent" (Eq. 4).
 
+    In practice: with mini-batches a fast client's first gradient is that of one batch, and its noise acts on every
+    local step, times the calibration; the paper's networks take 0.01 to 0.05. Mode "avg" is the quiet one.
+
     Deviations: K_i = Kbar counts as slow, with a tolerance of 1e-9 for rounding. Fewer steps than planned: actual K_i.
 
     Limits: calibration 0 is FedAvg; "avg" with calibration 1, zeros and uniform weights is SCAFFOLD II. Exact at
