@@ -54,7 +54,7 @@ def page(cls: type[Algorithm]) -> str:
     body = []
     for part in rest:
         head, _, text = part.partition(": ")
-        body.append(f"**{head}.** {text[:1].upper() + text[1:]}" if text and " " not in head else part)
+        body.append(f"**{head}.** {text[:1].upper() + text[1:]}" if text and head.replace(" ", "").isalpha() else part)
     module = cls.__module__.replace(".", "/")
     lines = [
         f"# {cls.__name__}",
