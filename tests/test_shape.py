@@ -48,5 +48,5 @@ def test_method_pages_are_up_to_date():
 
 @pytest.mark.parametrize("name", fs.algorithms.names())
 def test_every_method_says_what_it_is(name):
-    method = fs.algorithms.REGISTRY[name]
+    method = fs.algorithm.REGISTRY[name]
     assert "Rule:" in method.__doc__ and ("Paper:" in method.__doc__ or method.pooled)

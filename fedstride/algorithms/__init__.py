@@ -3,11 +3,18 @@
 import importlib
 import pkgutil
 
-from fedstride.algorithm import REGISTRY, make, names  # REGISTRY: name -> class
+from fedstride.algorithm import REGISTRY, Algorithm, make, names
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-globals().update({cls.__name__: cls for cls in REGISTRY.values()})
+CLASSES = {cls.__name__: cls for cls in REGISTRY.values()}
 
-__all__ = ["make", "names", *(cls.__name__ for cls in REGISTRY.values())]
+globals().update(CLASSES)  # dir() and completion show them
+
+__all__ = ["make", "names", *CLASSES]
+
+
+def __getattr__(name: str) -> type[Algorithm]:
+    """Tell type checkers what `fs.algorithms.FedAvg` is, and people what there is instead."""
+    raise AttributeError(f"fs.algorithms has no class {name!r}; it has {', '.join(sorted(CLASSES))}")
