@@ -17,6 +17,7 @@ from fedstride.oracle import Batch, Oracle
 from fedstride.sampling import Indices, Jobs, Sampler
 
 ELEMENTS = 1 << 24  # numbers of input data one oracle call may hold: 64 MiB in float32
+ROW = 1 << 17  # the same for one client, where the cut must not depend on how many clients there are
 GATHER = 1 << 18  # numbers of input data gathered ahead for later steps: more would fall out of the cache
 FULL_PASS = 1 << 40  # key offset of full-gradient passes, far from any mini-batch step
 
@@ -27,7 +28,7 @@ class Local:
 
     momentum: float = 0.0  # v <- momentum v + direction; y <- y - lr v; starts at zero in every job
     weight_decay: float = 0.0  # adds weight_decay * y to every gradient
-    clip: float | None = None  # scales mini-batch gradients down to this norm
+    clip: float | None = None  # scales the gradients of local steps down to this norm
 
 
 def _slice(tree: Any, rows: slice, whole: int) -> Any:
@@ -217,7 +218,9 @@ class Work:
         clients = self._sampler.clients
         chunk = int(clients.sizes[jobs.clients].max())
         if self._oracle.each is not None:
-            chunk = max(1, min(chunk, ELEMENTS // (len(jobs.clients) * self._example)))
+            # Dropout draws its masks chunk by chunk, so with it the chunks must be the same for any cohort.
+            room = ROW if self._oracle.model.dropouts else ELEMENTS // len(jobs.clients)
+            chunk = max(1, min(chunk, room // self._example))
         pieces = self._sampler.everything(jobs.clients, chunk)
         batch = self._gather(pieces[0]) if len(pieces) == 1 else None
         return [batch] if batch is not None else list(pieces)

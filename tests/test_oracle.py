@@ -318,6 +318,17 @@ def test_full_gradients_do_not_depend_on_the_chunk(monkeypatch):
     agree(whole, run(small_network(), clients, **settings | {"backend": "sequential"}))
 
 
+def test_full_gradients_with_dropout_do_not_depend_on_the_cohort(monkeypatch):
+    clients, _ = digits()
+    monkeypatch.setattr(fs.train, "ROW", 64 * 4)  # four examples of a client at a time
+    runs = [
+        run(small_network(0.4), clients, batch_size=None, method="scaffold", backend=backend, chunk=chunk)
+        for backend, chunk in (("vmap", None), ("vmap", 2), ("sequential", None))
+    ]
+    agree(runs[0], runs[1])
+    agree(runs[0], runs[2])
+
+
 def test_batches_gathered_ahead_change_nothing(monkeypatch):
     clients, _ = digits()
     whole = run(small_network(), clients, backend="vmap")
