@@ -1,10 +1,11 @@
 """Federated optimisation in which every client keeps its own stride."""
 
-from fedstride import algorithms, losses, participation, schedule, steps
+from fedstride import algorithms, availability, devices, links, losses, participation, schedule, steps
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
 from fedstride.results import Result, Target
 from fedstride.simulate import simulate, smoothness
+from fedstride.world import World
 
 __version__ = "0.1.0"
 __all__ = [
@@ -12,7 +13,11 @@ __all__ = [
     "FedstrideError",
     "Result",
     "Target",
+    "World",
     "algorithms",
+    "availability",
+    "devices",
+    "links",
     "losses",
     "participation",
     "schedule",

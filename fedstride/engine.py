@@ -18,6 +18,7 @@ from fedstride.keys import generator
 from fedstride.participation import Cohort, Full, Participation
 from fedstride.replies import Replies
 from fedstride.sampling import Jobs
+from fedstride.schedule import Deadline
 from fedstride.steps import Steps
 
 Rate = Callable[[int], Any]  # round, counted from 1 -> a learning rate, or one a client
@@ -35,8 +36,13 @@ class Answers(NamedTuple):
 class Transport(Protocol):
     """How a job reaches a client and a reply comes back."""
 
-    def ask(self, exchange: Exchange, message: Any, jobs: Jobs) -> Iterator[Answers]:
-        """Send the message to the clients of the jobs; yield replies in any grouping, some perhaps never."""
+    now: float  # virtual or real seconds since the start
+
+    def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None) -> Iterator[Answers]:
+        """Send the message to the clients of the jobs; yield replies in any grouping, some perhaps never.
+
+        A deadline cuts the training exchange: replies may then come with fewer steps than asked for.
+        """
 
     def keep(self, answers: Answers, used: np.ndarray) -> None:
         """Tell the clients which uploads were used, so that their memories count."""
@@ -57,6 +63,7 @@ class Plan:
     every: int
     evaluate: Callable[[Tensor], dict]
     stop: Callable[[dict], bool] | None = None
+    deadline: Deadline | None = None
 
 
 @dataclass
@@ -125,7 +132,7 @@ def _exchange(
         row["bytes_down"] += traffic(message) * len(asked.clients)
     replies = Replies(plan.fleet.weights, run.state.x.numel(), participation.by_weight, plan.algorithm.needs_rows)
     used_clients, losses, rejected = [], [], 0
-    for answers in transport.ask(exchange, message, asked) if len(asked.clients) else ():
+    for answers in transport.ask(exchange, message, asked, plan.deadline) if len(asked.clients) else ():
         used = finite(answers.upload, len(answers.jobs.clients))
         rejected += int((~used).sum())
         if not plan.algorithm.pooled:
@@ -141,6 +148,7 @@ def _exchange(
         if used.any():
             replies.add(answers.jobs, answers.upload)
             used_clients.append(answers.jobs.clients)
+    run.seconds = row["seconds"] = transport.now
     row["rejected"] += rejected
     if losses and len(replies):
         row["local_loss"] = float((replies.factors * torch.cat(losses)).sum())

@@ -21,7 +21,7 @@ from fedstride.errors import FedstrideError
 from fedstride.losses import Loss, LossFunction, cross_entropy
 from fedstride.results import Target
 from fedstride.sampling import Sampler
-from fedstride.schedule import Sync
+from fedstride.schedule import Schedule
 from fedstride.train import Local
 from fedstride.vector import VectorModel
 
@@ -91,12 +91,12 @@ def local(method: Algorithm, momentum: Any, weight_decay: Any, clip: Any) -> Loc
     return Local(momentum, weight_decay, clip)
 
 
-def participation(given: Any, schedule: Sync | None) -> participations.Participation:
+def participation(given: Any, schedule: Schedule | None) -> participations.Participation:
     """Who takes part: from the argument or from the schedule, not from both."""
     if schedule is None:
         return participations.resolve(given)
-    if not isinstance(schedule, Sync):
-        raise FedstrideError(f"schedule must come from fs.schedule (Sync), not {schedule!r}")
+    if not isinstance(schedule, Schedule):
+        raise FedstrideError(f"schedule must come from fs.schedule (Sync, Deadline), not {schedule!r}")
     if given is not None and schedule.participation is not None:
         raise FedstrideError("participation is given twice: in the schedule and on its own; give one of them")
     return participations.resolve(given if schedule.participation is None else schedule.participation)

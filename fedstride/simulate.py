@@ -16,7 +16,7 @@ from fedstride import steps as step_rules
 from fedstride.algorithm import Algorithm, Exchange, make
 from fedstride.checkpoint import Folder
 from fedstride.clients import Clients
-from fedstride.engine import Answers, Plan, Run, play, rates
+from fedstride.engine import Answers, Plan, Run, play, rates, traffic
 from fedstride.errors import FedstrideError
 from fedstride.evaluation import Evaluation, Metric
 from fedstride.keys import job_keys
@@ -24,9 +24,10 @@ from fedstride.losses import LossFunction, check_scalar, cross_entropy, per_exam
 from fedstride.memory import Memories, as_rows
 from fedstride.results import Result, Target
 from fedstride.sampling import Jobs, Replay, Sampler
-from fedstride.schedule import Sync
+from fedstride.schedule import Deadline, Schedule
 from fedstride.train import Local, Work
 from fedstride.vector import VectorModel
+from fedstride.world import Pace, World
 
 # About this much memory for the vectors of the clients that train together. On a CPU small enough that the allocator
 # hands the same memory out again, instead of asking the system for fresh pages every round.
@@ -38,24 +39,81 @@ class Simulator:
     """The transport of a simulation: trains cohorts in batches on one device."""
 
     def __init__(
-        self, algorithm: Algorithm, oracle: oracles.Oracle, sampler: Sampler, local: Local, chunk: int, seed: int
+        self,
+        algorithm: Algorithm,
+        oracle: oracles.Oracle,
+        sampler: Sampler,
+        local: Local,
+        chunk: int,
+        seed: int,
+        pace: Pace,
     ):
         self._oracle, self._sampler, self._local, self._chunk, self._seed = oracle, sampler, local, chunk, seed
+        self._pace = pace
+        self.now = 0.0
         self.memories = Memories(algorithm.init_client(oracle.model.x))
 
     @torch.no_grad()
-    def ask(self, exchange: Exchange, message: Any, jobs: Jobs) -> Iterator[Answers]:
+    def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None = None) -> Iterator[Answers]:
         """Train the cohort chunk by chunk, longest jobs first, so that chunks hold clients of similar length."""
-        jobs = jobs.take(np.argsort(-jobs.steps, kind="stable"))
+        jobs = self._present(jobs)
+        down = self._pace.transfer(jobs, traffic(message), "down")
+        ends = self.now + down  # when the server hears from nobody it goes on as soon as the model was sent
+        end = float(ends.max(initial=self.now))
+        if deadline is not None and exchange.name == "train":
+            full = jobs.steps
+            jobs = self._cut(jobs, down, deadline)
+            if (jobs.steps < full).any():
+                end = max(end, self.now + deadline.seconds)
+            down, late, jobs = down[jobs.steps > 0], (jobs.steps < full)[jobs.steps > 0], jobs.take(jobs.steps > 0)
+        else:
+            late = np.zeros(len(jobs.clients), dtype=bool)
+        order = np.argsort(-jobs.steps, kind="stable")
+        jobs, down, late = jobs.take(order), down[order], late[order]
         message = as_rows(message)
         device = self._oracle.model.x.device
         for start in range(0, len(jobs.clients), self._chunk):
-            part = jobs.take(slice(start, start + self._chunk))
+            rows = slice(start, start + self._chunk)
+            part = jobs.take(rows)
             columns = (torch.as_tensor(column, device=device) for column in part[:3])
             keys = job_keys(self._seed, exchange.name, *columns)
             work = Work(self._oracle, self._sampler, part, keys, self._local)
             upload, memory = exchange.client(work, message, self.memories.get(part.clients))
+            ready = down[rows] + self._pace.compute(part, work.evaluations)
+            if deadline is not None:
+                ready = np.where(late[rows], deadline.seconds, ready)
+            size = traffic(upload) / len(part.clients)
+            end = max(end, float((self.now + ready + self._pace.transfer(part, size, "up")).max()))
             yield Answers(part, upload, memory, work.train_loss)
+        self.now = end
+
+    def _present(self, jobs: Jobs) -> Jobs:
+        """Those who will answer; where nobody is there, the server waits for the first to come back."""
+        there = self._pace.answers(jobs, self.now)
+        if not there.any():
+            later = self._pace.wake(jobs, self.now)
+            if later == float("inf"):
+                raise FedstrideError(
+                    f"at virtual second {self.now:g} none of the clients {jobs.clients[:10].tolist()} is there, "
+                    "and none will come back"
+                )
+            if later > self.now:
+                self.now = later
+                there = self._pace.answers(jobs, self.now)
+        return jobs.take(there)
+
+    def _cut(self, jobs: Jobs, down: np.ndarray, deadline: Deadline) -> Jobs:
+        """The steps that fit before the deadline; none for those who are dropped."""
+        done = np.minimum(jobs.steps, self._pace.steps_within(jobs, deadline.seconds - down))
+        if deadline.late == "drop":
+            done = np.where(done < jobs.steps, 0, done)
+        if len(done) and not done.any():
+            raise FedstrideError(
+                f"at virtual second {self.now:g} the deadline of {deadline.seconds:g} s is too short for any of the "
+                f"clients {jobs.clients[:10].tolist()}"
+                + (" to finish" if deadline.late == "drop" else ": not one step fits")
+            )
+        return jobs._replace(steps=done)
 
     def keep(self, answers: Answers, used: np.ndarray) -> None:
         """Memories of used uploads become the clients' own; the others stay as they were."""
@@ -76,7 +134,8 @@ def simulate(
     batch_size: int | None = 10,
     sampling: str | Replay = "replacement",
     participation: Any = None,
-    schedule: Sync | None = None,
+    schedule: Schedule | None = None,
+    world: World | None = None,
     weights: str | None = None,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
@@ -105,6 +164,8 @@ def simulate(
     batch_size: None uses all local data in every step: exact gradients.
     sampling: "replacement", "shuffle" (passes over the local data), or a function (client, round, step) -> indices.
     participation: a rule from `fs.participation`, or a list of cohorts, one a round.
+    schedule: fs.schedule.Sync() or .Deadline(seconds), which cuts the local steps of slow clients.
+    world: fs.World(devices=..., links=..., availability=...) gives rounds their virtual seconds; None: no time passes.
     weights: None (the method's own), "data" or "uniform"; one policy for every upload.
     momentum, weight_decay, clip: options of the local optimiser, for methods that allow them.
     test, every, metrics: evaluate the global model every so many rounds; train_loss adds the loss over all clients.
@@ -141,7 +202,7 @@ def simulate(
     store = None
     if folder is not None:
         named = dict(seed=seed, dtype=str(dtype), batch_size=batch_size, lr=lr, sampling=sampling, loss=loss)
-        named |= dict(local=local, weights=weights or method.weights)
+        named |= dict(local=local, world=world, schedule=schedule, weights=weights or method.weights)
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
         if backend == "auto":
             backend = store.setup.get("backend", backend)
@@ -150,13 +211,15 @@ def simulate(
     fleet = clients.fleet(weights or method.weights, target)
     rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
 
-    transport = Simulator(method, oracle, sampler, local, rows_at_once, seed)
+    deadline = schedule if isinstance(schedule, Deadline) else None
+    transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, Pace(world, len(clients), seed))
     evaluate = Evaluation(oracle.model, loss, test, metrics, (clients, fleet.weights) if train_loss else None)
-    plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, stop)
+    plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, stop, deadline)
     run = Run(method.init(vector.x.clone(), fleet))
     rates(plan, 1)
     if store is not None:
         store.load(run, transport.memories)
+        transport.now = run.seconds
         if run.status == "finished" or (run.status == "stopped" and not (stop and stop(run.rows[-1]))):
             run.status = "running"  # more rounds are asked for, or another target
 

@@ -65,6 +65,7 @@ class Work:
         self.round = (
             torch.as_tensor(jobs.versions, dtype=x.dtype, device=x.device)[:, None] + 1
         )  # [C, 1], counted from 1
+        self.evaluations = np.zeros(len(jobs.clients))  # gradients so far, in mini-batches: what takes time
         self.train_loss: Tensor | None = None  # [C], mean over the steps of the mini-batch loss
         self._oracle, self._sampler, self._keys, self._local = oracle, sampler, keys, local
         self._example = max(1, sampler.clients.inputs[0].numel())
@@ -152,6 +153,7 @@ class Work:
                 at.addcmul_(step, lr_at, value=-1)
 
         self._oracle.map(train, self._oracle.blocks(count))
+        self.evaluations += self.jobs.steps
         self.train_loss = losses / self.steps[:, 0].clamp(min=1)
         return y if carry is None else (y, carry)
 
@@ -167,6 +169,7 @@ class Work:
                 _, g[block] = self._apply(self._oracle, (y[block],), self._sampler.single(jobs, keys), keys, 0)
 
         self._oracle.map(compute, self._oracle.blocks(len(y)))
+        self.evaluations += self._sampler.steps_per_epoch(self.jobs.clients) if full else 1
         return g + self._local.weight_decay * y if self._local.weight_decay else g
 
     def loss(self, x: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def check_order_of_replies(algorithm):
     forward = problem.run(algorithm, rounds=5, chunk=1)
     ask = fs.simulate.__globals__["Simulator"].ask
 
-    def backwards(self, exchange, message, jobs):
+    def backwards(self, exchange, message, jobs, deadline=None):
         yield from reversed(list(ask(self, exchange, message, jobs)))
 
     fs.simulate.__globals__["Simulator"].ask = backwards

@@ -150,7 +150,7 @@ def test_lost_replies_leave_memories_and_exactness(monkeypatch):
     original = simulate_module["Simulator"].ask
     rng = np.random.default_rng(0)
 
-    def lossy(self, exchange, message, jobs):
+    def lossy(self, exchange, message, jobs, deadline=None):
         arrives = (rng.random(len(jobs.clients)) > 0.25) | (exchange.name != "train")
         yield from original(self, exchange, message, jobs.take(arrives))
 

@@ -1,0 +1,188 @@
+"""Virtual seconds in synchronous rounds: devices, links, availability, deadlines."""
+
+import numpy as np
+import pytest
+import torch
+from problems import STEPS, Quadratics, digits, small_network
+
+import fedstride as fs
+
+D = 4  # parameters of the quadratics, 8 bytes each
+
+
+def seconds(result):
+    return [row["seconds"] for row in result.rows]
+
+
+def test_no_world_no_time():
+    assert seconds(Quadratics().run("scaffold", rounds=3)) == [0, 0, 0]
+
+
+def test_a_round_lasts_as_long_as_its_slowest_client():
+    per_step = [0.5, 0.1, 0.2, 0.3, 0.4, 0.1]
+    world = fs.World(devices=fs.devices.seconds(per_step))
+    length = max(k * s for k, s in zip(STEPS, per_step))
+    assert seconds(Quadratics().run("fedavg", rounds=3, world=world)) == pytest.approx([length, 2 * length, 3 * length])
+    alone = Quadratics().run("fedavg", rounds=1, world=world, participation=[[0]])
+    assert seconds(alone) == pytest.approx([0.5])
+
+
+def test_transfers_count_the_bytes_that_travel():
+    world = fs.World(links=fs.links.bandwidth(up=100.0, down=[200.0] * 5 + [50.0], latency=0.25))
+    bits = 8 * 8 * D
+    once = 0.25 + bits / 50 + 0.25 + bits / 100
+    assert seconds(Quadratics().run("fedavg", rounds=2, world=world)) == pytest.approx([once, 2 * once])
+    both = 0.5 + 2 * bits / 50 + 2 * bits / 100  # SCAFFOLD: two vectors each way in one exchange
+    assert seconds(Quadratics().run("scaffold", rounds=1, world=world)) == pytest.approx([both])
+
+
+def test_dlsgd_constants_by_hand():
+    """10 GFLOPS, 17.0 MFLOP a step, slow-down U[1, 5], 400 Mbps, 2.2 MB: 44 ms a transfer, 85 to 425 ms of training."""
+    world = fs.World(devices=fs.devices.slowdown(17.0e6 / 1e10, 1, 5), links=fs.links.bandwidth(up=400e6))
+    pace = fs.world.Pace(world, 100, 0)
+    ids = np.arange(100)
+    jobs = fs.sampling.Jobs(ids, 0 * ids, 0 * ids, 0 * ids + 50, 0 * ids + 50, ids, ids)
+    np.testing.assert_allclose(pace.transfer(jobs, 2.2e6, "up"), 0.044)
+    training = pace.compute(jobs, jobs.steps)
+    assert 0.085 <= training.min() < 0.12 and 0.39 < training.max() <= 0.425
+    assert training.mean() == pytest.approx(0.255, rel=0.1)
+    assert (pace.compute(jobs, jobs.steps) == fs.world.Pace(world, 100, 0).compute(jobs, jobs.steps)).all()
+
+
+def test_several_exchanges_and_full_gradients_take_their_time():
+    world = fs.World(devices=1.0)
+    problem = Quadratics()
+    # One gradient at x, then the longest local descent; mini-batches of 3 examples.
+    tracking = problem.run("tracking", rounds=1, world=world, batch_size=3)
+    assert seconds(tracking) == pytest.approx([1 + max(STEPS)])
+    passes = -(-problem.clients.sizes // 3)
+    option = problem.run(fs.algorithms.Scaffold(option="I"), rounds=1, world=world, batch_size=3)
+    assert seconds(option) == pytest.approx([(passes + np.array(STEPS)).max()])
+
+
+def test_a_deadline_cuts_the_steps_and_the_method_hears_of_it():
+    per_step = [1.0, 1.0, 0.1, 2.0, 0.5, 1.0]
+    world = fs.World(devices=per_step)
+    problem = Quadratics()
+    cut = problem.run("fedavg", rounds=3, world=world, schedule=fs.schedule.Deadline(2.5))
+    done = [min(k, int(2.5 / s)) for k, s in zip(STEPS, per_step)]
+    assert done != STEPS and cut.rows[0]["steps"] == sum(done) and seconds(cut) == pytest.approx([2.5, 5.0, 7.5])
+    by_hand = problem.run("fedavg", rounds=3, steps=done)
+    torch.testing.assert_close(cut.x, by_hand.x, rtol=1e-12, atol=1e-12)
+    lga = problem.run("fedlga", rounds=1, world=world, schedule=fs.schedule.Deadline(2.5))
+    assert lga.rows[0]["unfinished"] == sum(a < b for a, b in zip(done, STEPS))
+
+
+def test_a_deadline_may_drop_who_is_late():
+    world = fs.World(devices=[1.0, 1.0, 0.1, 2.0, 0.5, 1.0])
+    problem = Quadratics()
+    dropped = problem.run("fedavg", rounds=1, world=world, schedule=fs.schedule.Deadline(2.5, late="drop"))
+    on_time = [i for i, (k, s) in enumerate(zip(STEPS, [1.0, 1.0, 0.1, 2.0, 0.5, 1.0])) if k * s <= 2.5]
+    by_hand = problem.run("fedavg", rounds=1, participation=[on_time])
+    torch.testing.assert_close(dropped.x, by_hand.x, rtol=1e-12, atol=1e-12)
+    early = problem.run("fedavg", rounds=1, world=world, schedule=fs.schedule.Deadline(100.0))
+    assert seconds(early) == pytest.approx([10.0])  # nobody is late, nobody waits for the deadline
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedagrac", "fedtrack", "feddyn"])
+def test_exact_methods_stay_exact_under_a_deadline_and_drop_outs(name):
+    from conformance import make
+
+    options = {"nu_scope": "all"} if name == "fedagrac" else {}
+    world = fs.World(devices=[1.0, 1.0, 0.1, 2.0, 0.5, 1.0], availability=fs.availability.dropout(0.2))
+    problem = Quadratics()
+    result = problem.run(make(name, **options), rounds=350, world=world, schedule=fs.schedule.Deadline(2.5))
+    assert problem.distance(result, problem.optimum()) < 1e-9
+
+
+def test_dropout_frequency_and_untouched_memories():
+    world = fs.World(availability=fs.availability.dropout(0.3))
+    rows = Quadratics().run("fedavg", rounds=300, world=world, steps=1).rows
+    assert np.mean([row["clients"] for row in rows]) == pytest.approx(6 * 0.7, rel=0.05)
+    assert len({row["clients"] for row in rows}) > 3
+
+
+def test_the_night_is_waited_out():
+    world = fs.World(devices=3600.0, availability=fs.availability.daytime(2))
+    times = seconds(Quadratics().run("fedavg", rounds=6, world=world, steps=1))
+    assert times[:2] == [3600.0, 7200.0]
+    assert times[2] == pytest.approx(24 * 3600 + 3600, rel=1e-6) and times[4] == pytest.approx(
+        48 * 3600 + 3600, rel=1e-6
+    )
+
+
+def test_cycles_have_phases_of_their_own():
+    world = fs.World(devices=1.0, availability=fs.availability.cycle(on=5, period=10))
+    counts = [row["clients"] for row in Quadratics().run("fedavg", rounds=60, world=world, steps=1).rows]
+    assert len(set(counts)) > 1 and np.mean(counts) == pytest.approx(3, abs=1)
+
+
+def test_traces_and_own_functions(tmp_path):
+    (tmp_path / "speed.csv").write_text("client,seconds\n" + "".join(f"{i},{0.1 * (i + 1)}\n" for i in range(6)))
+    (tmp_path / "there.csv").write_text("client,from,to\n0,0,1\n5,0,1\n5,3,9\n")
+    problem = Quadratics()
+    world = fs.World(devices=fs.devices.trace(tmp_path / "speed.csv"))
+    assert seconds(problem.run("fedavg", rounds=1, world=world, steps=1)) == pytest.approx([0.6])
+    assert seconds(problem.run("fedavg", rounds=1, world=fs.World(devices=lambda i: 0.1 * (i + 1)), steps=1)) == [
+        pytest.approx(0.6)
+    ]
+    there = fs.World(devices=1.0, availability=fs.availability.trace(tmp_path / "there.csv"))
+    rows = problem.run("fedavg", rounds=5, world=there, steps=1).rows
+    assert [row["clients"] for row in rows] == [6, 4, 4, 5, 5]
+    odd = fs.World(availability=lambda client, now: client % 2 == 1)
+    assert problem.run("fedavg", rounds=1, world=odd).rows[0]["clients"] == 3
+
+
+def test_flops_of_a_model():
+    model = torch.nn.Linear(64, 10)
+    counted = fs.devices.measured_flops(model, torch.zeros(10, 64))
+    assert counted >= 2 * 2 * 10 * 64 * 10  # forward and the weights' gradient
+    world = fs.World(devices=fs.devices.flops(counted, [1e6, 2e6]))
+    np.testing.assert_allclose(fs.world.Pace(world, 2, 0)._per_step, [counted / 1e6, counted / 2e6])
+    spread = fs.world.Pace(fs.World(devices=fs.devices.lognormal(0.1, 0.5)), 4000, 0)._per_step
+    assert np.median(spread) == pytest.approx(0.1, rel=0.05) and np.log(spread).std() == pytest.approx(0.5, rel=0.05)
+
+
+def test_resume_keeps_the_clock(tmp_path):
+    clients, _ = digits()
+    world = fs.World(
+        devices=fs.devices.slowdown(0.1), links=fs.links.bandwidth(1e6), availability=fs.availability.dropout(0.2)
+    )
+    settings = dict(lr=0.05, steps=STEPS, batch_size=5, device="cpu", world=world, schedule=fs.schedule.Deadline(1.0))
+    whole = fs.simulate("fedagrac", small_network(), clients, rounds=5, **settings)
+    fs.simulate("fedagrac", small_network(), clients, rounds=2, folder=tmp_path, **settings)
+    resumed = fs.simulate("fedagrac", small_network(), clients, rounds=5, folder=tmp_path, resume=True, **settings)
+    assert torch.equal(whole.x, resumed.x) and whole.rows == resumed.rows and whole.rows[-1]["seconds"] > 0
+    assert f"{whole.rows[-1]['seconds']:,.1f} virtual seconds" in whole.summary()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(world=3), r"world must be an fs\.World"),
+        (dict(world=lambda: fs.World(devices=[1.0, 2.0])), "devices lists 2 numbers for 6 clients"),
+        (dict(world=lambda: fs.World(devices=[-1.0] * 6)), "client 0 would need -1.0 seconds per step"),
+        (dict(world=lambda: fs.World(devices="fast")), "devices must come from fs.devices"),
+        (dict(world=lambda: fs.World(links=fs.links.bandwidth(0))), "links: up must be positive"),
+        (dict(world=lambda: fs.World(links=fs.links.bandwidth("x"))), "bandwidth needs numbers"),
+        (dict(world=lambda: fs.World(links=3)), r"links must come from fs\.links\.bandwidth"),
+        (dict(world=lambda: fs.World(availability=fs.availability.dropout(1))), "drop-out probability of 1 must be"),
+        (dict(world=lambda: fs.World(availability=fs.availability.cycle(0, 5))), "0 < on <= period"),
+        (dict(world=lambda: fs.World(availability=3)), "availability must come from fs.availability"),
+        (
+            dict(world=lambda: fs.World(availability=lambda client, now: False)),
+            "at virtual second 0 none of the clients",
+        ),
+        (dict(schedule=lambda: fs.schedule.Deadline(0)), "positive number of seconds"),
+        (dict(schedule=lambda: fs.schedule.Deadline(1, late="wait")), "late must be 'cut' or 'drop'"),
+        (
+            dict(world=lambda: fs.World(devices=9.0), schedule=lambda: fs.schedule.Deadline(1)),
+            "at virtual second 0 the deadline of 1 s is too short for any of the clients .* not one step fits",
+        ),
+        (dict(world=lambda: fs.World(devices=fs.devices.trace("nowhere.csv"))), "nowhere.csv is not a table"),
+        (dict(world=lambda: fs.World(devices=fs.devices.slowdown(0.1, 5, 1))), "0 < low <= high"),
+    ],
+)
+def test_bad_worlds(changes, words):
+    with pytest.raises(fs.FedstrideError, match=words):
+        Quadratics().run("fedavg", rounds=1, **{key: v() if callable(v) else v for key, v in changes.items()})
