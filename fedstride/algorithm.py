@@ -43,6 +43,7 @@ class Exchange(NamedTuple):
     server: Callable[[Any, Replies], Any]
     name: str = "train"  # part of the key of every random draw
     audience: Callable[[Any, Jobs], np.ndarray] | None = None  # which of the cohort are asked; None: all
+    insist: bool = False  # asked until everybody has answered: prologues, which nobody may miss
 
 
 class Algorithm:

@@ -82,7 +82,8 @@ def play(run: Run, plan: Plan, transport: Transport, after: Callable[[Run], None
     algorithm, weights = plan.algorithm, plan.fleet.weights.double().cpu().numpy()
     if run.round == 0 and algorithm.prologue and not run.rows:
         everyone = Full().draw(generator(plan.seed), weights, 0)
-        _round(run, plan, transport, everyone, Full(), algorithm.prologue, 0)
+        insisting = tuple(exchange._replace(insist=True) for exchange in algorithm.prologue)
+        _round(run, plan, transport, everyone, Full(), insisting, 0)
         after(run)
     while run.status == "running" and run.round < plan.rounds:
         number = run.round + 1
@@ -124,14 +125,17 @@ def _round(
 def _exchange(
     run: Run, plan: Plan, transport: Transport, exchange: Exchange, participation: Participation, jobs: Jobs, row: dict
 ) -> Jobs:
-    """One exchange; returns the jobs of those whose reply was used: who failed it sits out the rest of the round."""
+    """One exchange; returns the jobs as they were done, of those whose reply was used: who failed it sits out the rest
+    of the round.
+    """
     message = exchange.message(run.state)
     asked = jobs if exchange.audience is None else jobs.take(exchange.audience(run.state, jobs))
     asked = asked.take(asked.steps > 0)  # zero steps: the client does not answer
     if not plan.algorithm.pooled:
         row["bytes_down"] += traffic(message) * len(asked.clients)
     replies = Replies(plan.fleet.weights, run.state.x.numel(), participation.by_weight, plan.algorithm.needs_rows)
-    used_clients, losses, rejected = [], [], 0
+    done: list[Jobs] = []
+    losses, rejected = [], 0
     for answers in transport.ask(exchange, message, asked, plan.deadline) if len(asked.clients) else ():
         used = finite(answers.upload, len(answers.jobs.clients))
         rejected += int((~used).sum())
@@ -147,7 +151,7 @@ def _exchange(
             answers = answers._replace(jobs=answers.jobs.take(used), upload=upload)
         if used.any():
             replies.add(answers.jobs, answers.upload)
-            used_clients.append(answers.jobs.clients)
+            done.append(answers.jobs)
     run.seconds = row["seconds"] = transport.now
     row["rejected"] += rejected
     if losses and len(replies):
@@ -159,7 +163,10 @@ def _exchange(
         run.status = "diverged"
     if exchange.audience is not None:  # those who were not asked did not fail
         return jobs
-    return jobs.take(np.isin(jobs.clients, np.concatenate(used_clients) if used_clients else []))
+    if not done:
+        return jobs.take(slice(0, 0))
+    together = Jobs(*(np.concatenate(columns) for columns in zip(*done)))
+    return together.take(np.argsort(together.clients))
 
 
 def _jobs(run: Run, plan: Plan, cohort: Cohort, number: int) -> Jobs:

@@ -56,10 +56,9 @@ class Simulator:
     @torch.no_grad()
     def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None = None) -> Iterator[Answers]:
         """Train the cohort chunk by chunk, longest jobs first, so that chunks hold clients of similar length."""
-        jobs = self._present(jobs)
+        jobs = jobs if exchange.insist else self._present(jobs)
         down = self._pace.transfer(jobs, traffic(message), "down")
-        ends = self.now + down  # when the server hears from nobody it goes on as soon as the model was sent
-        end = float(ends.max(initial=self.now))
+        end = self.now + float(down.max(initial=0.0))  # if nobody answers, it ends when the model was sent
         if deadline is not None and exchange.name == "train":
             full = jobs.steps
             jobs = self._cut(jobs, down, deadline)

@@ -73,6 +73,24 @@ def test_a_deadline_cuts_the_steps_and_the_method_hears_of_it():
     assert lga.rows[0]["unfinished"] == sum(a < b for a, b in zip(done, STEPS))
 
 
+@pytest.mark.parametrize("name", ["fedagrac", "fedagrac-saving", "fednova", "scaffold", "feddyn"])
+def test_all_exchanges_of_a_round_use_the_steps_really_done(name):
+    """FedaGrac tells fast from slow by them, in its second exchange."""
+    world, done = fs.World(devices=[1.0, 1.0, 0.1, 2.0, 0.5, 1.0]), [1, 2, 3, 1, 2, 2]
+    problem = Quadratics()
+    cut = problem.run(name, rounds=5, world=world, schedule=fs.schedule.Deadline(2.5))
+    by_hand = problem.run(name, rounds=5, steps=done)
+    assert cut.rows[-1]["steps"] == sum(done)
+    torch.testing.assert_close(cut.x, by_hand.x, rtol=1e-12, atol=1e-12)
+
+
+def test_nobody_misses_the_prologue():
+    world = fs.World(availability=fs.availability.dropout(0.9))
+    for name in ("fedagrac", "localsteps"):
+        rows = Quadratics().run(name, rounds=5, world=world).rows
+        assert rows[0]["clients"] == 6 and max(row["clients"] for row in rows[1:]) < 6
+
+
 def test_a_deadline_may_drop_who_is_late():
     world = fs.World(devices=[1.0, 1.0, 0.1, 2.0, 0.5, 1.0])
     problem = Quadratics()
