@@ -4,7 +4,8 @@ Backends compute the same numbers to rounding:
 
 * `sequential` trains clients one after the other on views into one flat buffer, a thread per core with one intra-op
   thread each, so large models keep the cores busy without waiting for each other at every step.
-* `vmap` computes a whole cohort in one call; on a GPU convolutions become patch products.
+* `vmap` computes a whole cohort in one call. Convolutions stay convolutions: as patch products they were slower or at
+  best equal wherever they were measured without compilation (docs/performance.md).
 
 `auto` is a stated rule, not a race, so that the same run takes the same backend everywhere: `vmap` on a GPU; on a CPU
 `vmap` for models without convolutions up to 100,000 parameters in cohorts of more than one, `sequential` otherwise, and

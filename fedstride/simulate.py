@@ -205,7 +205,7 @@ def simulate(
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
         if backend == "auto":
             backend = store.setup.get("backend", backend)
-    oracle = _oracle(backend, model, vector, clients, loss)
+    oracle = _oracle(backend, vector, clients, loss)
     inputs.check_batches(oracle.model, clients, sampler)
     fleet = clients.fleet(weights or method.weights, target)
     rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
@@ -252,7 +252,7 @@ def smoothness(
     """Smoothness constant L_i of every client's objective at the model's weights, by power iteration."""
     target = inputs.device(device)
     vector, clients = VectorModel(model, dtype, target), clients.to(target, dtype)
-    oracle = _oracle("auto", model, vector, clients, loss)
+    oracle = _oracle("auto", vector, clients, loss)
     everyone, zeros = np.arange(len(clients)), np.zeros(len(clients), dtype=np.int64)
     jobs = Jobs(everyone, zeros, zeros, zeros, zeros, zeros, zeros)
     keys = job_keys(0, "smoothness", *(torch.as_tensor(column, device=target) for column in jobs[:3]))
@@ -260,9 +260,7 @@ def smoothness(
     return work.smoothness(vector.x[None])[:, 0]
 
 
-def _oracle(
-    backend: str, model: nn.Module, vector: VectorModel, clients: Clients, loss: LossFunction
-) -> oracles.Oracle:
+def _oracle(backend: str, vector: VectorModel, clients: Clients, loss: LossFunction) -> oracles.Oracle:
     """Try model and loss on a few examples, then build the backend."""
     examples, targets = (part[:4] for part in clients.data(0))
     outputs = vector.probe(examples)
@@ -270,10 +268,6 @@ def _oracle(
     check_scalar(loss, outputs, targets)
     each = per_example(loss, outputs, targets, clients.targets)
     name = oracles.choose(backend, vector, vector.x.device, len(clients))
-    if name == "vmap" and vector.x.device.type == "cuda":
-        patched = VectorModel(model, vector.x.dtype, vector.x.device, patches=True)
-        patched.mixes_examples = vector.mixes_examples
-        vector = patched
     oracle = oracles.make(name, vector, loss, each)
     key = torch.zeros(1, dtype=torch.int64, device=vector.x.device) if vector.dropouts else None
     try:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -47,40 +46,12 @@ class KeyedDropout(nn.Module):
         return inputs * keep.to(inputs.dtype) / (1 - self.p) if self.p < 1 else torch.zeros_like(inputs)
 
 
-class PatchConv2d(nn.Module):
-    """A convolution written as patches times matrix, which batches over clients where a grouped convolution crawls."""
-
-    def __init__(self, conv: nn.Conv2d):
-        super().__init__()
-        self.weight, self.bias = conv.weight, conv.bias
-        self.kernel_size, self.stride = conv.kernel_size, conv.stride
-        self.padding, self.dilation = tuple(int(p) for p in conv.padding), conv.dilation
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Same numbers as the convolution, to rounding."""
-        height, width = (
-            (n + 2 * p - d * (k - 1) - 1) // s + 1
-            for n, p, d, k, s in zip(inputs.shape[-2:], self.padding, self.dilation, self.kernel_size, self.stride)
-        )
-        patches = F.unfold(inputs, self.kernel_size, self.dilation, self.padding, self.stride)
-        out = self.weight.flatten(1) @ patches
-        if self.bias is not None:
-            out = out + self.bias[:, None]
-        return out.unflatten(-1, (height, width))
-
-
-def _plain(conv: nn.Conv2d) -> bool:
-    return conv.groups == 1 and conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
-
-
-def _swap(module: nn.Module, patches: bool) -> nn.Module:
-    """Replace dropout by the keyed one and, if asked, plain convolutions by patch products; names stay the same."""
+def _swap(module: nn.Module) -> nn.Module:
+    """Replace dropout by the keyed one; names stay the same."""
     new: dict[str, nn.Module] = {}
     for name, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, (nn.Dropout, *CHANNELWISE)):
             new[name] = KeyedDropout(child.p, isinstance(child, CHANNELWISE))
-        elif patches and type(child) is nn.Conv2d and _plain(child):
-            new[name] = PatchConv2d(child)
     for name, child in new.items():
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, child)
@@ -97,9 +68,7 @@ def rewind(module: nn.Module) -> None:
 class VectorModel:
     """A module seen as a function of one flat vector."""
 
-    def __init__(
-        self, module: nn.Module, dtype: torch.dtype, device: torch.device | str = "cpu", patches: bool = False
-    ):
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device | str = "cpu"):
         if dtype not in (torch.float32, torch.float64):
             raise FedstrideError(f"dtype must be torch.float32 or torch.float64, not {dtype}")
         for name, child in module.named_modules():
@@ -109,7 +78,7 @@ class VectorModel:
                     "GroupNorm, or track_running_stats=False"
                 )
         self.original = module
-        self.module = _swap(copy.deepcopy(module), patches).to(device, dtype).train()
+        self.module = _swap(copy.deepcopy(module)).to(device, dtype).train()
         trainable = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         if not trainable:
             raise FedstrideError("the model has no trainable parameters")

@@ -130,16 +130,16 @@ def test_weight_decay_is_part_of_the_objective():
 )
 def test_exact_with_steps_from_1_to_40(name, options):
     problem = Quadratics()
-    result = problem.run(fs.algorithms.make(name, **options), steps=WIDE, lr=0.05, rounds=800)
+    result = problem.run(fs.algorithms.make(name, **options), steps=WIDE, lr=0.1, rounds=300)
     assert problem.distance(result, problem.optimum()) < 1e-10
 
 
 @pytest.mark.slow
 def test_closed_forms_with_steps_from_1_to_40():
     problem, eye = Quadratics(), np.eye(4)
-    run = lambda method: problem.run(method, steps=WIDE, lr=0.05, rounds=400)  # noqa: E731
-    assert problem.distance(run(FedAvg()), fedavg_point(problem, WIDE, [0.05] * 6)) < 1e-10
-    prox = [0.05 * problem.path(0.05, k, a + 0.1 * eye) for k, a in zip(WIDE, problem.a)]
+    run = lambda method: problem.run(method, steps=WIDE, lr=0.1, rounds=200)  # noqa: E731
+    assert problem.distance(run(FedAvg()), fedavg_point(problem, WIDE, [0.1] * 6)) < 1e-10
+    prox = [0.1 * problem.path(0.1, k, a + 0.1 * eye) for k, a in zip(WIDE, problem.a)]
     assert problem.distance(run(FedProx(mu=0.1)), problem.balance(prox)) < 1e-10
-    nova = [0.05 * problem.path(0.05, k, a) / k for k, a in zip(WIDE, problem.a)]
+    nova = [0.1 * problem.path(0.1, k, a) / k for k, a in zip(WIDE, problem.a)]
     assert problem.distance(run(FedNova()), problem.balance(nova)) < 1e-10

@@ -9,7 +9,7 @@ from torch import nn
 import fedstride as fs
 from fedstride.oracle import choose
 from fedstride.sampling import Sampler
-from fedstride.vector import PatchConv2d, VectorModel
+from fedstride.vector import VectorModel
 
 CPU = torch.device("cpu")
 
@@ -142,16 +142,6 @@ def test_dropout_keeps_the_right_share_and_scale():
             assert (out.flatten(2).std(2) == 0).all()
         layer.eval()
         assert torch.equal(layer(torch.ones(shape)), torch.ones(shape))
-
-
-@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"dilation": 2, "bias": False}])
-def test_patch_convolution(options):
-    torch.manual_seed(0)
-    conv, inputs = nn.Conv2d(3, 5, 3, **options), torch.randn(2, 3, 11, 9)
-    torch.testing.assert_close(PatchConv2d(conv)(inputs), conv(inputs), rtol=1e-5, atol=1e-5)
-    both = [VectorModel(nn.Sequential(conv, nn.ReLU()), torch.float64, patches=patches) for patches in (False, True)]
-    torch.testing.assert_close(*(m.outputs(m.x, inputs.double()) for m in both), rtol=1e-12, atol=1e-12)
-    assert both[0].names == both[1].names
 
 
 def test_sequential_threads_give_the_same_bytes_as_one_thread():
