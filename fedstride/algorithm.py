@@ -76,6 +76,11 @@ class Algorithm:
         return self.exact and not self.full_only
 
     @property
+    def full_gradients(self) -> int:
+        """Gradients over all local data that `client` takes besides its steps: a deadline must leave time for them."""
+        return 0
+
+    @property
     def needs_rows(self) -> bool:
         """Whether `server` needs every client's own vectors, not only their weighted sums."""
         return False
@@ -135,6 +140,11 @@ def register(name: str) -> Callable[[type], type]:
     """Class decorator: make a frozen dataclass of it and enter it in the registry."""
 
     def enter(cls: type) -> type:
+        old = REGISTRY.get(name)
+        if old is not None and (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise FedstrideError(
+                f"a method called {name!r} is registered already, by {old.__module__}; choose another name"
+            )
         cls = dataclasses.dataclass(frozen=True)(cls)
         cls.name = name  # type: ignore[attr-defined]
         REGISTRY[name] = cls

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,12 @@ class Availability:
 
 @dataclass(frozen=True)
 class Dropout(Availability):
-    """Every job is lost with probability p."""
+    """A client asked in a round is lost for that round with probability p."""
 
     p: float
 
     def check(self, count: int) -> None:
-        if not 0 <= self.p < 1:
+        if not isinstance(self.p, Real) or not 0 <= self.p < 1:
             raise FedstrideError(f"availability: a drop-out probability of {self.p!r} must be from 0 to below 1")
 
     def answers(self, jobs: Jobs, now: float, seed: int) -> np.ndarray:
@@ -55,7 +56,7 @@ class Cycle(Availability):
     together: bool = False
 
     def check(self, count: int) -> None:
-        if not 0 < self.on <= self.period:
+        if not all(isinstance(v, Real) for v in (self.on, self.period)) or not 0 < self.on <= self.period:
             raise FedstrideError(f"availability: needs 0 < on <= period, not on={self.on!r}, period={self.period!r}")
 
     def answers(self, jobs: Jobs, now: float, seed: int) -> np.ndarray:
@@ -121,6 +122,11 @@ def trace(path: str | Path) -> Availability:
             rows = [(int(row["client"]), float(row["from"]), float(row["to"])) for row in csv.DictReader(file)]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise FedstrideError(f"{path} is not a table with the columns client, from, to: {error}") from None
+    for client, start, end in rows:
+        if not start < end:
+            raise FedstrideError(
+                f"{path}: client {client} would be there from {start} to {end}; from must be before to"
+            )
     return Windows(tuple(rows))
 
 

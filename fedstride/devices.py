@@ -62,7 +62,12 @@ class Own(Devices):
 
 def seconds(values: float | Sequence[float]) -> Devices:
     """Seconds per local step: a number, or one number a client."""
-    return Given(tuple(float(value) for value in np.atleast_1d(np.asarray(values, dtype=np.float64))))
+    try:
+        return Given(tuple(float(value) for value in np.atleast_1d(np.asarray(values, dtype=np.float64))))
+    except (TypeError, ValueError):
+        raise FedstrideError(
+            f"devices must come from fs.devices, be numbers, or a function of the client, not {values!r}"
+        ) from None
 
 
 def slowdown(base: float, low: float = 1.0, high: float = 5.0) -> Devices:
@@ -74,14 +79,14 @@ def slowdown(base: float, low: float = 1.0, high: float = 5.0) -> Devices:
 
 def lognormal(median: float, sigma: float) -> Devices:
     """Seconds per step with a given median and a log-normal spread."""
-    if not sigma >= 0:
+    if not isinstance(sigma, numbers.Real) or not sigma >= 0:
         raise FedstrideError(f"lognormal needs sigma >= 0, not {sigma!r}")
     return Drawn(_positive("median", median), "lognormal", (0.0, sigma))
 
 
 def flops(per_step: float, speed: float | Sequence[float]) -> Devices:
     """Floating-point operations of one local step, divided by the devices' operations per second."""
-    return seconds((_positive("per_step", per_step) / np.atleast_1d(np.asarray(speed, dtype=np.float64))).tolist())
+    return seconds([_positive("per_step", per_step) / _positive("speed", float(one)) for one in np.atleast_1d(speed)])
 
 
 def measured_flops(model: nn.Module, inputs: Any) -> float:
@@ -89,7 +94,9 @@ def measured_flops(model: nn.Module, inputs: Any) -> float:
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter, torch.enable_grad():
-        outputs: Tensor = model(torch.as_tensor(inputs))
+        given = torch.as_tensor(inputs)
+        dtype = next(model.parameters()).dtype if given.is_floating_point() else None
+        outputs: Tensor = model(given.to(dtype=dtype))
         outputs.sum().backward()
     model.zero_grad()
     return float(counter.get_total_flops())
@@ -114,12 +121,7 @@ def resolve(value: Any, count: int, seed: int) -> np.ndarray:
     if callable(value):
         value = Own(value)
     elif not isinstance(value, Devices):
-        try:
-            value = seconds(value)
-        except (TypeError, ValueError):
-            raise FedstrideError(
-                f"devices must come from fs.devices, be numbers, or a function of the client, not {value!r}"
-            ) from None
+        value = seconds(value)
     found = value.seconds(count, seed)
     if not np.isfinite(found).all() or (found < 0).any():
         bad = int(np.flatnonzero(~np.isfinite(found) | (found < 0))[0])

@@ -21,9 +21,10 @@ from fedstride.errors import FedstrideError
 from fedstride.losses import Loss, LossFunction, cross_entropy
 from fedstride.results import Target
 from fedstride.sampling import Sampler
-from fedstride.schedule import Schedule
+from fedstride.schedule import Deadline, Schedule
 from fedstride.train import Local
 from fedstride.vector import VectorModel
+from fedstride.world import Pace
 
 
 def whole(name: str, value: Any, low: int = 1) -> int:
@@ -100,6 +101,22 @@ def participation(given: Any, schedule: Schedule | None) -> participations.Parti
     if given is not None and schedule.participation is not None:
         raise FedstrideError("participation is given twice: in the schedule and on its own; give one of them")
     return participations.resolve(given if schedule.participation is None else schedule.participation)
+
+
+def check_time(method: Algorithm, world: Any, deadline: Deadline | None, pace: Pace) -> None:
+    """Refuse time that the method or the fleet cannot live with."""
+    if deadline is not None and world is None:
+        raise FedstrideError("a deadline needs a world in which work takes time, such as fs.World(devices=0.01)")
+    if deadline is not None and deadline.seconds < pace.quickest:
+        raise FedstrideError(
+            f"a deadline of {deadline.seconds:g} s is too short: the fastest client needs {pace.quickest:g} s for one "
+            "step"
+        )
+    if method.full_only and (pace.lossy or (deadline is not None and deadline.late == "drop")):
+        raise FedstrideError(
+            f"{method.name} needs every client in every round; a world with absences or a deadline that drops cannot "
+            "give that"
+        )
 
 
 def goal(stop: Any, test: Any, train_loss: bool) -> Target | None:

@@ -24,10 +24,9 @@ class Links:
             if len(values) not in (1, count):
                 raise FedstrideError(f"links: {name} lists {len(values)} numbers for {count} clients")
             low = min(values)
-            if not low >= 0 or (name != "latency" and low == 0):
-                raise FedstrideError(
-                    f"links: {name} must be {'not negative' if name == 'latency' else 'positive'}, not {low}"
-                )
+            if not np.isfinite(values).all() or low < 0 or (name != "latency" and low == 0):
+                right = "finite and not negative" if name == "latency" else "finite and positive"
+                raise FedstrideError(f"links: {name} must be {right}, not {list(values)[:6]}")
 
     def seconds(self, clients: np.ndarray, bytes_: float, direction: str) -> np.ndarray:
         """[C]: how long a transfer takes."""

@@ -49,24 +49,28 @@ class Simulator:
         pace: Pace,
     ):
         self._oracle, self._sampler, self._local, self._chunk, self._seed = oracle, sampler, local, chunk, seed
-        self._pace = pace
+        self._pace, self._extra = pace, algorithm.full_gradients
         self.now = 0.0
         self.memories = Memories(algorithm.init_client(oracle.model.x))
 
     @torch.no_grad()
     def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None = None) -> Iterator[Answers]:
         """Train the cohort chunk by chunk, longest jobs first, so that chunks hold clients of similar length."""
+        asked = len(jobs.clients)
         jobs = jobs if exchange.insist else self._present(jobs)
+        cut = deadline.seconds if deadline is not None and exchange.name == "train" else None
         down = self._pace.transfer(jobs, traffic(message), "down")
-        end = self.now + float(down.max(initial=0.0))  # if nobody answers, it ends when the model was sent
-        if deadline is not None and exchange.name == "train":
-            full = jobs.steps
-            jobs = self._cut(jobs, down, deadline)
-            if (jobs.steps < full).any():
-                end = max(end, self.now + deadline.seconds)
-            down, late, jobs = down[jobs.steps > 0], (jobs.steps < full)[jobs.steps > 0], jobs.take(jobs.steps > 0)
-        else:
-            late = np.zeros(len(jobs.clients), dtype=bool)
+        late = np.zeros(len(jobs.clients), dtype=bool)
+        if deadline is not None and cut is not None:
+            room = cut - down - self._pace.compute(jobs, self._extra * self._sampler.steps_per_epoch(jobs.clients))
+            done = self._pace.steps_within(jobs, room)
+            late = done < jobs.steps
+            if deadline.late == "drop":
+                done = np.where(late, 0, done)
+            jobs, down, late = (jobs._replace(steps=done).take(done > 0), down[done > 0], late[done > 0])
+        end = self.now
+        if cut is not None and (late.any() or len(jobs.clients) < asked):
+            end = self.now + cut  # the server waits for the missing until the deadline
         order = np.argsort(-jobs.steps, kind="stable")
         jobs, down, late = jobs.take(order), down[order], late[order]
         message = as_rows(message)
@@ -79,40 +83,26 @@ class Simulator:
             work = Work(self._oracle, self._sampler, part, keys, self._local)
             upload, memory = exchange.client(work, message, self.memories.get(part.clients))
             ready = down[rows] + self._pace.compute(part, work.evaluations)
-            if deadline is not None:
-                ready = np.where(late[rows], deadline.seconds, ready)
+            if cut is not None:
+                ready = np.where(late[rows], cut, ready)
             size = traffic(upload) / len(part.clients)
             end = max(end, float((self.now + ready + self._pace.transfer(part, size, "up")).max()))
             yield Answers(part, upload, memory, work.train_loss)
         self.now = end
 
     def _present(self, jobs: Jobs) -> Jobs:
-        """Those who will answer; where nobody is there, the server waits for the first to come back."""
+        """Those who will answer; where none of them is there, the server waits for the first to come back."""
         there = self._pace.answers(jobs, self.now)
-        if not there.any():
-            later = self._pace.wake(jobs, self.now)
-            if later == float("inf"):
+        later = self.now if there.any() else self._pace.wake(jobs, self.now)
+        if later == float("inf"):
+            if self._pace.forsaken(self.now):
                 raise FedstrideError(
-                    f"at virtual second {self.now:g} none of the clients {jobs.clients[:10].tolist()} is there, "
-                    "and none will come back"
+                    f"at virtual second {self.now:g} no client of the fleet is there, and none is known to come back"
                 )
-            if later > self.now:
-                self.now = later
-                there = self._pace.answers(jobs, self.now)
+        elif later > self.now:
+            self.now = later
+            there = self._pace.answers(jobs, self.now)
         return jobs.take(there)
-
-    def _cut(self, jobs: Jobs, down: np.ndarray, deadline: Deadline) -> Jobs:
-        """The steps that fit before the deadline; none for those who are dropped."""
-        done = np.minimum(jobs.steps, self._pace.steps_within(jobs, deadline.seconds - down))
-        if deadline.late == "drop":
-            done = np.where(done < jobs.steps, 0, done)
-        if len(done) and not done.any():
-            raise FedstrideError(
-                f"at virtual second {self.now:g} the deadline of {deadline.seconds:g} s is too short for any of the "
-                f"clients {jobs.clients[:10].tolist()}"
-                + (" to finish" if deadline.late == "drop" else ": not one step fits")
-            )
-        return jobs._replace(steps=done)
 
     def keep(self, answers: Answers, used: np.ndarray) -> None:
         """Memories of used uploads become the clients' own; the others stay as they were."""
@@ -177,7 +167,7 @@ def simulate(
     if not isinstance(model, nn.Module):
         raise FedstrideError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(clients, Clients):
-        raise FedstrideError("clients must be made with fs.Clients.from_arrays or fs.partition")
+        raise FedstrideError("clients must be made with fs.Clients.from_arrays")
     rounds, every, seed = inputs.whole("rounds", rounds), inputs.whole("every", every), inputs.whole("seed", seed, 0)
     batch_size = None if batch_size is None else inputs.whole("batch_size", batch_size)
     chunk = None if chunk is None else inputs.whole("chunk", chunk)
@@ -197,11 +187,14 @@ def simulate(
         clients, who = clients.pooled(), participations.Full()
     clients = clients.to(target, dtype)
     sampler = Sampler(clients, batch_size, sampling)
+    pace = Pace(None if method.pooled else world, len(clients), seed)  # pooled data: no devices, nothing travels
+    deadline = schedule if isinstance(schedule, Deadline) and not method.pooled else None
+    inputs.check_time(method, world, deadline, pace)
     vector = VectorModel(model, dtype, target)
     store = None
     if folder is not None:
         named = dict(seed=seed, dtype=str(dtype), batch_size=batch_size, lr=lr, sampling=sampling, loss=loss)
-        named |= dict(local=local, world=world, schedule=schedule, weights=weights or method.weights)
+        named |= dict(local=local, world=pace.identity, schedule=schedule, weights=weights or method.weights)
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
         if backend == "auto":
             backend = store.setup.get("backend", backend)
@@ -210,8 +203,7 @@ def simulate(
     fleet = clients.fleet(weights or method.weights, target)
     rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
 
-    deadline = schedule if isinstance(schedule, Deadline) else None
-    transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, Pace(world, len(clients), seed))
+    transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, pace)
     evaluate = Evaluation(oracle.model, loss, test, metrics, (clients, fleet.weights) if train_loss else None)
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, stop, deadline)
     run = Run(method.init(vector.x.clone(), fleet))

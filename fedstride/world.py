@@ -1,5 +1,6 @@
 """The world a fleet lives in: devices, links, availability; and what a job costs in it. Nothing ever sleeps."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,27 @@ class Pace:
         if self._availability is not None:
             self._availability.check(count)
 
+        rule = self._availability
+        named = getattr(rule.function, "__qualname__", "") if isinstance(rule, availabilities.Own) else repr(rule)
+        digest = hashlib.sha256(self._per_step.tobytes() + repr(self._links).encode()).hexdigest()[:16]
+        self.identity = f"{digest} {named}"  # what a checkpoint must agree in; functions go by their names
+
+    @property
+    def quickest(self) -> float:
+        """Seconds the fastest client needs for one step."""
+        return float(self._per_step.min())
+
+    @property
+    def lossy(self) -> bool:
+        """Whether clients can be absent."""
+        return self._availability is not None
+
+    def forsaken(self, now: float) -> bool:
+        """Whether nobody of the whole fleet is there or known to come back."""
+        ids, zeros = np.arange(len(self._per_step)), np.zeros(len(self._per_step), dtype=np.int64)
+        fleet = Jobs(ids, zeros, zeros, zeros, zeros, zeros, zeros)
+        return not self.answers(fleet, now).any() and self.wake(fleet, now) == float("inf")
+
     def answers(self, jobs: Jobs, now: float) -> np.ndarray:
         """[C]: who of those asked will answer."""
         if self._availability is None:
@@ -60,7 +82,8 @@ class Pace:
         return self._per_step[jobs.clients] * steps
 
     def steps_within(self, jobs: Jobs, seconds: np.ndarray) -> np.ndarray:
-        """[C]: how many whole steps fit."""
+        """[C]: how many whole steps fit, at most those asked for."""
         per_step = self._per_step[jobs.clients]
-        room = np.floor(np.maximum(seconds, 0) / np.where(per_step > 0, per_step, 1) + 1e-9)
-        return np.where(per_step > 0, room, np.iinfo(np.int64).max >> 1).astype(np.int64)
+        fit = np.where(per_step > 0, np.maximum(seconds, 0) / np.maximum(per_step, 1e-300) + 1e-9, np.inf)
+        fit = np.where((per_step == 0) & (seconds < 0), 0, fit)
+        return np.floor(np.minimum(fit, jobs.steps)).astype(np.int64)

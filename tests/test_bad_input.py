@@ -173,3 +173,11 @@ def test_numbers_of_numpy_are_numbers():
     two = problem.run(fs.algorithms.FedAvg(server_lr=1), rounds=2, batch_size=3, seed=4)
     assert torch.equal(one.x, two.x)
     assert fs.algorithms.FedVeca(tau_max=np.int64(50)).tau_max == 50
+
+
+def test_a_taken_name_is_refused():
+    with pytest.raises(fs.FedstrideError, match="'fedavg' is registered already"):
+
+        @fs.algorithm.register("fedavg")
+        class Mine(fs.algorithm.Algorithm):
+            pass

@@ -174,6 +174,67 @@ def test_resume_keeps_the_clock(tmp_path):
     assert f"{whole.rows[-1]['seconds']:,.1f} virtual seconds" in whole.summary()
 
 
+def test_a_slow_download_does_not_hold_up_a_deadline():
+    world = fs.World(devices=0.01, links=fs.links.bandwidth(1e9, [1e9] * 5 + [0.256]))
+    result = Quadratics().run("fedavg", rounds=2, world=world, schedule=fs.schedule.Deadline(1.0))
+    assert seconds(result) == pytest.approx([1.0, 2.0], rel=1e-3) and result.rows[0]["clients"] == 5
+
+
+def test_a_deadline_leaves_time_for_full_gradients():
+    problem = Quadratics()
+    world = fs.World(devices=[0.1] * 5 + [0.3])
+    for method in (fs.algorithms.FedVeca(), fs.algorithms.Scaffold(option="I")):
+        result = problem.run(method, rounds=2, world=world, batch_size=5, schedule=fs.schedule.Deadline(0.7))
+        assert seconds(result) == pytest.approx([0.7, 1.4]) and result.rows[0]["clients"] < 6
+
+
+def test_an_unlucky_cohort_is_an_empty_round(tmp_path):
+    (tmp_path / "there.csv").write_text("client,from,to\n0,0,1\n")
+    gone = fs.World(devices=0.5, availability=fs.availability.trace(tmp_path / "there.csv"))
+    rows = Quadratics().run("fedavg", rounds=4, world=gone, steps=2, participation=[[0], [0], [1], [0]]).rows
+    assert [row["clients"] for row in rows] == [1, 0, 1, 0]
+    slow = fs.World(devices=[0.01] * 5 + [2.0])
+    late = Quadratics().run(
+        "fedavg", rounds=2, world=slow, participation=[[5], [1]], schedule=fs.schedule.Deadline(1.0), steps=2
+    )
+    assert [row["clients"] for row in late.rows] == [0, 1] and seconds(late) == pytest.approx([1.0, 1.02])
+
+
+def test_absences_are_waited_out_until_the_deadline():
+    world = fs.World(devices=0.1, availability=lambda client, now: client != 3)
+    result = Quadratics().run("fedavg", rounds=2, world=world, steps=2, schedule=fs.schedule.Deadline(5.0))
+    assert seconds(result) == [5.0, 10.0] and result.rows[0]["clients"] == 5
+
+
+def test_methods_that_need_everyone_refuse_absences():
+    for changes in (
+        dict(world=fs.World(availability=fs.availability.dropout(0.1))),
+        dict(world=fs.World(devices=0.1), schedule=fs.schedule.Deadline(9, late="drop")),
+    ):
+        with pytest.raises(fs.FedstrideError, match="scaffnew needs every client in every round; a world"):
+            Quadratics().run("scaffnew", rounds=1, **changes)
+
+
+def test_centralised_joins_a_comparison_without_time():
+    world = fs.World(devices=[0.1] * 6, links=fs.links.bandwidth(1), availability=fs.availability.dropout(0.5))
+    rows = Quadratics().run("centralised", rounds=2, world=world, schedule=fs.schedule.Deadline(1.0)).rows
+    assert all(row["seconds"] == 0 and row["clients"] == 1 and row["steps"] == sum(STEPS) for row in rows)
+
+
+def test_checkpoints_know_worlds_by_their_numbers(tmp_path):
+    problem, settings = Quadratics(), dict(rounds=1, folder=tmp_path, participation=fs.participation.full())
+    problem.run("fedavg", world=fs.World(devices=lambda client: 0.1 + client), **settings)
+    problem.run("fedavg", world=fs.World(devices=lambda client: 0.1 + client), resume=True, **settings)
+    with pytest.raises(fs.FedstrideError, match="its world is"):
+        problem.run("fedavg", world=fs.World(devices=lambda client: 0.2 + client), resume=True, **settings)
+
+
+def test_very_fast_devices_are_not_late():
+    world = fs.World(devices=[1e-20] + [0.01] * 5)
+    row = Quadratics().run("fedavg", rounds=1, world=world, schedule=fs.schedule.Deadline(1.0)).rows[0]
+    assert row["clients"] == 6 and row["steps"] == sum(STEPS)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -181,7 +242,7 @@ def test_resume_keeps_the_clock(tmp_path):
         (dict(world=lambda: fs.World(devices=[1.0, 2.0])), "devices lists 2 numbers for 6 clients"),
         (dict(world=lambda: fs.World(devices=[-1.0] * 6)), "client 0 would need -1.0 seconds per step"),
         (dict(world=lambda: fs.World(devices="fast")), "devices must come from fs.devices"),
-        (dict(world=lambda: fs.World(links=fs.links.bandwidth(0))), "links: up must be positive"),
+        (dict(world=lambda: fs.World(links=fs.links.bandwidth(0))), "links: up must be finite and positive"),
         (dict(world=lambda: fs.World(links=fs.links.bandwidth("x"))), "bandwidth needs numbers"),
         (dict(world=lambda: fs.World(links=3)), r"links must come from fs\.links\.bandwidth"),
         (dict(world=lambda: fs.World(availability=fs.availability.dropout(1))), "drop-out probability of 1 must be"),
@@ -189,13 +250,20 @@ def test_resume_keeps_the_clock(tmp_path):
         (dict(world=lambda: fs.World(availability=3)), "availability must come from fs.availability"),
         (
             dict(world=lambda: fs.World(availability=lambda client, now: False)),
-            "at virtual second 0 none of the clients",
+            "at virtual second 0 no client of the fleet is there",
         ),
+        (
+            dict(world=lambda: fs.World(links=fs.links.bandwidth(1, latency=[0, float("nan"), 0, 0, 0, 0]))),
+            "latency must be",
+        ),
+        (dict(world=lambda: fs.World(availability=fs.availability.dropout("a"))), "drop-out probability of 'a'"),
+        (dict(world=lambda: fs.World(devices=fs.devices.lognormal(1, "a"))), "sigma >= 0"),
+        (dict(schedule=lambda: fs.schedule.Deadline(1)), "a deadline needs a world"),
         (dict(schedule=lambda: fs.schedule.Deadline(0)), "positive number of seconds"),
         (dict(schedule=lambda: fs.schedule.Deadline(1, late="wait")), "late must be 'cut' or 'drop'"),
         (
             dict(world=lambda: fs.World(devices=9.0), schedule=lambda: fs.schedule.Deadline(1)),
-            "at virtual second 0 the deadline of 1 s is too short for any of the clients .* not one step fits",
+            "a deadline of 1 s is too short: the fastest client needs 9 s for one step",
         ),
         (dict(world=lambda: fs.World(devices=fs.devices.trace("nowhere.csv"))), "nowhere.csv is not a table"),
         (dict(world=lambda: fs.World(devices=fs.devices.slowdown(0.1, 5, 1))), "0 < low <= high"),

@@ -71,6 +71,7 @@ class FedVeca(Algorithm):
 
     assigns = True
     common_lr = True
+    full_gradients = 1
     local_options = frozenset({"weight_decay"})
     alpha: float = 0.95
     tau_max: int = 50

@@ -47,6 +47,10 @@ class Scaffold(Algorithm):
         check_choice(self, "option", ("I", "II"))
 
     @property
+    def full_gradients(self):
+        return 1 if self.option == "I" else 0
+
+    @property
     def traffic(self):
         return (2, 2)
 
