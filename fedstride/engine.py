@@ -79,7 +79,7 @@ class Run:
 
 def play(run: Run, plan: Plan, transport: Transport, after: Callable[[Run], None]) -> None:
     """Run until the last round, the target, or divergence; `after` sees the run at the end of every round."""
-    algorithm, weights = plan.algorithm, plan.fleet.weights.double().cpu().numpy()
+    algorithm, weights = plan.algorithm, plan.fleet.weights.cpu().numpy()
     if run.round == 0 and algorithm.prologue and not run.rows:
         everyone = Full().draw(generator(plan.seed), weights, 0)
         insisting = tuple(exchange._replace(insist=True) for exchange in algorithm.prologue)

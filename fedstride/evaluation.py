@@ -60,5 +60,5 @@ class Evaluation:
             for client in range(len(clients)):
                 rows = clients.order[clients.offsets[client] : clients.offsets[client + 1]]
                 losses.append(float(self._loss(outputs[rows], clients.targets[rows])))
-            numbers["train_loss"] = float(np.dot(weights.double().cpu().numpy(), losses))
+            numbers["train_loss"] = float(np.dot(weights.cpu().numpy(), losses))
         return numbers

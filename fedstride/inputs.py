@@ -1,7 +1,6 @@
 """What a user may pass: checked here, before anything runs, with one sentence for every mistake."""
 
 import dataclasses
-import functools
 import hashlib
 import numbers
 import operator
@@ -176,14 +175,11 @@ def identity(
 
 
 def _described(value: Any) -> Any:
-    if value is None or isinstance(value, (str, int, float)):
-        return value
+    """A setting as JSON; functions go by their names, because nothing more of them can be compared."""
     if isinstance(value, Loss):
         return f"{value.each.__qualname__} {value.reduction}"
-    if isinstance(value, nn.Module) or (callable(value) and not hasattr(value, "__qualname__")):
-        return repr(value) if isinstance(value, nn.Module) else type(value).__qualname__
-    if isinstance(value, functools.partial):
-        return value.func.__qualname__
-    if callable(value):
-        return value.__qualname__
-    return np.asarray(value).tolist() if isinstance(value, (list, tuple, np.ndarray)) else repr(value)
+    if callable(value) and not isinstance(value, nn.Module):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return np.asarray(value).tolist()
+    return value if value is None or isinstance(value, (str, int, float)) else repr(value)

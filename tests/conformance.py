@@ -1,7 +1,6 @@
 """What every method must satisfy, as plain functions, so that mutation tests can watch them fail."""
 
 import tempfile
-from dataclasses import fields
 
 import numpy as np
 import torch
@@ -141,7 +140,3 @@ def check_batches_differ():
     assert len(seen) == 20 * 2 * 6 * 4
     expected = counts.sum() / 200
     assert abs(counts - expected).max() < 6 * np.sqrt(expected)
-
-
-def defaults(algorithm) -> dict:
-    return {field.name: getattr(algorithm, field.name) for field in fields(algorithm)}
