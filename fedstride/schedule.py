@@ -151,6 +151,7 @@ class Replay(Schedule):
         updates = tuple(self.trace)
         if len(updates) < rounds:
             raise FedstrideError(f"the trace has {len(updates)} server updates; {rounds} rounds were asked for")
+        newest = [-1] * count
         for number, update in enumerate(updates):
             for job in update["jobs"]:
                 if not 0 <= job["client"] < count:
@@ -159,6 +160,11 @@ class Replay(Schedule):
                     raise FedstrideError(
                         f"update {number + 1} of the trace uses version {job['version']} before it exists"
                     )
+                if job["version"] < newest[job["client"]]:
+                    raise FedstrideError(
+                        f"in update {number + 1} of the trace client {job['client']} goes back to an older model"
+                    )
+                newest[job["client"]] = job["version"]
 
     def course(self, costs: Costs, work: courses.Work, seed: int, now: float) -> courses.Course:
         return courses.ReplayCourse(costs, work, seed, now, tuple(self.trace))

@@ -126,6 +126,6 @@ class Timeline:
         names = ("client", "version", "repeat", "target", "steps", "times", "start", "end")
         updates = [{"seconds": row["seconds"], "sent": row["sent"], "jobs": []} for row in self.updates]
         for job in self.jobs:
-            if job["fate"] == "used":
+            if job["fate"] == "used" and job["update"]:
                 updates[job["update"] - 1]["jobs"].append({name: job[name] for name in names})
         return updates

@@ -134,7 +134,7 @@ def test_the_time_of_a_job_is_known_beforehand(name):
 @pytest.mark.parametrize("name", [name for name in EXACT_PARTIAL if fits(name, BUFFERED)])
 @pytest.mark.parametrize("weights", ["data", "uniform"])
 def test_exact_methods_stay_exact_whatever_the_speeds(name, weights):
-    conformance.check_exact(make(name), weights, schedule=BUFFERED, world=UNEVEN, lr=0.05, rounds=3000)
+    conformance.check_exact(make(name), weights, schedule=BUFFERED, world=UNEVEN, lr=0.1, rounds=500)
 
 
 @pytest.mark.parametrize("name", NAMES)
