@@ -1,6 +1,17 @@
 """Federated optimisation in which every client keeps its own stride."""
 
-from fedstride import algorithms, availability, devices, links, losses, models, participation, schedule, steps
+from fedstride import (
+    algorithms,
+    availability,
+    devices,
+    links,
+    losses,
+    models,
+    participation,
+    schedule,
+    statistics,
+    steps,
+)
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
 from fedstride.results import Result, Target
@@ -24,5 +35,6 @@ __all__ = [
     "schedule",
     "simulate",
     "smoothness",
+    "statistics",
     "steps",
 ]

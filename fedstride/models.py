@@ -113,7 +113,8 @@ def svm_fedveca(inputs: Shape = MNIST) -> nn.Module:
     """FedVeca's squared SVM for even (+1) and odd (-1) digits: 784 weights, no bias, zero start.
 
     It goes with `loss=fs.losses.squared_hinge`, `weight_decay=0.1` (the paper's regulariser) and
-    `metrics={"accuracy": fs.models.sign_accuracy}`.
+    `metrics={"accuracy": fs.models.sign_accuracy}`. The paper's losses contain the regulariser, 0.05 |w|^2; a run's do
+    not.
     """
     return Svm(math.prod(inputs))
 
