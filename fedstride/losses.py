@@ -72,7 +72,7 @@ def per_example(
     if isinstance(loss, Loss):
         each = loss.each
         if loss.labels:
-            known = torch.isin(all_targets.double(), torch.tensor(loss.labels, dtype=torch.float64))
+            known = torch.isin(all_targets.double(), all_targets.new_tensor(loss.labels, dtype=torch.float64))
             for label in all_targets[~known][:1].tolist():
                 raise FedstrideError(f"the loss is for labels {loss.labels}, but a client has {label}")
     else:

@@ -42,7 +42,7 @@ def shape_of(name, options):
 def test_parameters_and_outputs(name, options, count):
     model = fs.models.make(name, **options)
     assert sum(p.numel() for p in model.parameters()) == count
-    assert all(p.requires_grad for p in model.parameters()) and model.training
+    assert all(p.requires_grad for p in model.parameters()) and all(layer.training for layer in model.modules())
     outputs = model(torch.rand(2, *shape_of(name, options)))
     assert outputs.shape == ((2,) if name == "svm-fedveca" else (2, options.get("classes", 10)))
     assert torch.isfinite(outputs).all()
@@ -84,6 +84,21 @@ def test_whole_channels_are_dropped_the_same_way_by_all_backends():
     channels = moved.flatten(2).any(2)[0]
     assert 0 < channels.sum() < 6  # some channels were dropped ...
     assert torch.equal(moved, channels[None, :, None].expand_as(moved))  # ... each as a whole
+
+
+@pytest.mark.parametrize(
+    "name, layers",
+    [
+        ("cnn-fedagrac", [("Dropout2d", 0.5), ("Dropout", 0.5)]),
+        ("alexnet-fedagrac", [("Dropout", 0.5), ("Dropout", 0.5)]),
+        ("vgg19-fedagrac", [("Dropout", 0.5), ("Dropout", 0.5)]),
+        ("cnn-tracking", [("Dropout", 0.25)]),
+        ("cnn-dlsgd", []),
+    ],
+)
+def test_dropout_is_the_papers(name, layers):
+    model = fs.models.make(name)
+    assert [(type(layer).__name__, layer.p) for layer in model.modules() if hasattr(layer, "p")] == layers
 
 
 def test_weights_come_from_the_seed_alone():
