@@ -1,6 +1,17 @@
 """Federated optimisation in which every client keeps its own stride."""
 
-from fedstride import algorithms, availability, devices, links, losses, participation, schedule, steps
+from fedstride import (
+    algorithms,
+    availability,
+    devices,
+    links,
+    losses,
+    models,
+    participation,
+    schedule,
+    statistics,
+    steps,
+)
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
 from fedstride.results import Result, Target
@@ -19,9 +30,11 @@ __all__ = [
     "devices",
     "links",
     "losses",
+    "models",
     "participation",
     "schedule",
     "simulate",
     "smoothness",
+    "statistics",
     "steps",
 ]
