@@ -1,0 +1,119 @@
+"""Reading the folder of a comparison: LABEL/seed-K/ for every run, as `fedstride compare` leaves it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedstride import statistics
+from fedstride.errors import FedstrideError
+
+ENDED = ("finished", "stopped", "diverged")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run on disk."""
+
+    label: str  # the method's
+    seed: int
+    rows: list[dict[str, Any]]
+    status: str  # finished, stopped, diverged, unfinished
+    jobs: list[dict[str, Any]]  # of the timeline; empty if none was recorded
+    updates: list[dict[str, Any]]
+    clients: dict[str, Any]  # classes, counts, accuracy, sizes; empty if not written
+    experiment: str  # the resolved description, as text
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is an end to speak about."""
+        return self.status in ENDED and bool(self.rows)
+
+    @property
+    def round(self) -> int:
+        """The last round."""
+        return self.rows[-1]["round"] if self.rows else 0
+
+    @property
+    def run(self) -> statistics.Run:
+        """For `fedstride.statistics`; an unfinished run is taken as it stands."""
+        return statistics.Run(self.seed, self.rows, self.status if self.status in ENDED else "stopped")
+
+
+def load(folder: str | Path) -> list[Record]:
+    """All runs of a comparison, by label and seed."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FedstrideError(f"there is no folder {folder}")
+    found = [(path.parent.name, seed, path) for path in folder.glob("*/seed-*") if (seed := _seed(path)) is not None]
+    if not found:
+        raise FedstrideError(f"no runs in {folder}; they are expected in LABEL/seed-K, as `fedstride compare` writes them")
+    return [_record(label, seed, path) for label, seed, path in sorted(found)]
+
+
+def text(path: Path) -> str:
+    """A text file; empty if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError):
+        raise _damaged(path, "it cannot be read as text") from None
+
+
+def _record(label: str, seed: int, path: Path) -> Record:
+    rows, timeline, end = _lines(path / "rows.jsonl"), _lines(path / "timeline.jsonl"), {}
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("round"), int):
+            raise _damaged(path / "rows.jsonl", f"row {number} has no round")
+    if (path / "run.json").exists():
+        end = _json(path / "run.json").get("run")
+        if not isinstance(end, dict) or end.get("status") not in (*ENDED, "running"):
+            raise _damaged(path / "run.json", "it does not say how the run stands")
+    status = end["status"] if end.get("status") in ENDED else "unfinished"
+    if status != "unfinished":  # rows after the end belong to a continuation that was killed
+        for name, table in (("rows", rows), ("timeline", timeline)):
+            count = end.get(name, len(table))
+            if count > len(table):
+                raise _damaged(path / f"{name}.jsonl", f"it has {len(table)} rows, the run wrote {count}")
+            del table[count:]
+    jobs = [row for row in timeline if "fate" in row]
+    updates = [row for row in timeline if "fate" not in row]
+    experiment = text(path / "experiment.toml")
+    return Record(label, seed, rows, status, jobs, updates, _json(path / "clients.json"), experiment)
+
+
+def _seed(path: Path) -> int | None:
+    digits = path.name.removeprefix("seed-")
+    return int(digits) if digits.isdecimal() and path.is_dir() else None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a table; a crash may have left half of the last one."""
+    rows, lines = [], text(path).splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if number == len(lines):
+                break
+            row = None
+        if not isinstance(row, dict):
+            raise _damaged(path, f"line {number} is not a JSON object")
+        rows.append(row)
+    return rows
+
+
+def _json(path: Path) -> dict[str, Any]:
+    words = text(path)
+    try:
+        value = json.loads(words) if words or path.exists() else {}
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise _damaged(path, "it is not a JSON object")
+    return value
+
+
+def _damaged(path: Path, why: str) -> FedstrideError:
+    return FedstrideError(f"{path} is damaged: {why}")
