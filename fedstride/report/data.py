@@ -41,7 +41,9 @@ def collect(records: list[Record], findings: Findings) -> dict[str, Any]:
 
 def rounded(values: Any, digits: int = 4) -> list[float | int | None]:
     """So many significant digits; None for what JSON cannot say."""
-    return [None if value is None or not math.isfinite(value) else _short(float(f"{value:.{digits}g}")) for value in values]
+    return [
+        None if value is None or not math.isfinite(value) else _short(float(f"{value:.{digits}g}")) for value in values
+    ]
 
 
 def _short(value: float) -> float | int:
@@ -69,7 +71,11 @@ def _curves(groups: dict[str, list[Record]], metric: str, unit: str) -> dict[str
 
 def _steps(record: Record) -> dict[str, Any] | None:
     """Clients x rounds: local steps of the updates that went into a round, averaged where rounds share a column."""
-    jobs = [job for job in record.jobs if job["exchange"] == "train" and job["fate"] == "used" and job["update"]]
+    jobs = [
+        job
+        for job in record.jobs
+        if job.get("exchange", "train") == "train" and job["fate"] == "used" and job.get("update")
+    ]
     if not jobs:
         return None
     rounds, clients = max(job["update"] for job in jobs), max(job["client"] for job in jobs) + 1
@@ -94,8 +100,8 @@ def _timeline(record: Record) -> dict[str, Any] | None:
     jobs = sorted((job for job in record.jobs if job["client"] < CLIENTS), key=lambda job: job["start"])
     until = jobs[JOBS]["start"] if len(jobs) > JOBS else whole.seconds
     rows = [
-        [job["client"], *rounded([job["start"], job["end"]], 6), job["version"], job["update"], job["steps"],
-         job["fate"], job["exchange"]]
+        [job["client"], *rounded([job["start"], job["end"]], 6), job["version"], job.get("update"), job["steps"],
+         job["fate"], job.get("exchange", "train")]
         for job in jobs[:JOBS]
     ]  # fmt: skip
     ticks = rounded([row["seconds"] for row in record.updates if 0 < row["seconds"] <= until], 6)

@@ -87,8 +87,10 @@ def _curves(figure: Any, data: dict[str, Any], findings: Findings, unit: str, li
             half = factor * np.array(line["half"], dtype=float)
             axes.fill_between(x, mean - half, mean + half, color=look["color"], alpha=0.1, linewidth=0)
     axes.set(xlabel=UNITS[unit], ylabel=findings.metric.replace("_", " ") + (", %" if factor == 100 else ""))
-    if factor == 100:
-        axes.set_ylim(top=min(100, axes.get_ylim()[1]))
+    seen = factor * np.array([value for line in lines.values() for value in line["mean"] if value is not None])
+    low, high = np.quantile(seen, [0, 0.94] if findings.metric.endswith("loss") else [0.06, 1])  # as in the page
+    room = 0.05 * (high - low) or 0.05
+    axes.set_ylim(low - room, min(100, high + room) if factor == 100 else high + room)
     axes.grid(axis="y", color=SOFT, linewidth=0.6)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
@@ -103,7 +105,8 @@ def _timeline(figure: Any, label: str, line: dict[str, Any]) -> None:
         client, start, end, _, _, _, fate, exchange = job
         used, height = fate == "used", 0.75 if exchange == "train" else 0.3
         colour = blues(0.35 + 0.65 * age / max(1, *ages)) if line["delayed"] else blues(0.7)
-        style = {"color": colour} if used else {"facecolor": "none", "edgecolor": "#c2410c", "hatch": "/////"}
+        edge = "#9aa3ad" if fate in ("overwritten", "in flight") else "#c2410c"
+        style = {"color": colour} if used else {"facecolor": "none", "edgecolor": edge, "hatch": "/////"}
         axes.barh(client, min(end, line["until"]) - start, left=start, height=height, linewidth=0.5, **style)
     for at in line["updates"]:
         axes.axvline(at, color="black", linewidth=0.4, alpha=0.4)
@@ -111,6 +114,7 @@ def _timeline(figure: Any, label: str, line: dict[str, Any]) -> None:
     axes.set_title(f"{label}, seed {line['seed']}: the first {len(line['jobs'])} of {line['total']} jobs"
                    + (", darker: older versions" if line["delayed"] else ""), fontsize=9, loc="left")  # fmt: skip
     axes.set_facecolor("#f4f5f7")
+    axes.locator_params(axis="y", integer=True)
     axes.invert_yaxis()
     beside.barh(range(len(line["utilisation"])), [100 * share for share in line["utilisation"]], color=GREY, height=0.6)
     beside.set(xlabel="busy, %", xlim=(0, 100))
@@ -123,6 +127,7 @@ def _steps(figure: Any, label: str, map: dict[str, Any]) -> None:
     cells, columns = np.array(map["cells"], dtype=float), len(map["cells"][0])
     extent = (0.5, 0.5 + columns * map["width"], len(cells) - 0.5, -0.5)
     image = axes.imshow(cells, aspect="auto", cmap="Blues", extent=extent, interpolation="nearest")
+    axes.locator_params(axis="y", integer=True)
     axes.set(xlabel="round", ylabel="client")
     axes.set_title(f"{label}, seed {map['seed']}", fontsize=9, loc="left")
     figure.colorbar(image, label="local steps")
@@ -140,9 +145,12 @@ def _staleness(figure: Any, data: dict[str, Any]) -> None:
 def _partition(figure: Any, partition: dict[str, Any]) -> None:
     axes, counts = figure.subplots(), partition["counts"]
     most = max(1, *(count for row in counts for count in row))
-    spots = [(client, k, 180 * count / most) for client, row in enumerate(counts) for k, count in enumerate(row) if count]
+    spots = [
+        (client, k, 180 * count / most) for client, row in enumerate(counts) for k, count in enumerate(row) if count
+    ]
     axes.scatter(*zip(*spots), color=COLOURS[0], alpha=0.85, linewidth=0)
     axes.set_yticks(range(len(partition["classes"])), partition["classes"])
+    axes.locator_params(axis="x", integer=True)
     axes.set(xlabel="client", ylabel="class")
     axes.set_title(f"seed {partition['seed']}; the largest disc is {most} examples", fontsize=9, loc="left")
     axes.grid(axis="y", color=SOFT, linewidth=0.6)

@@ -74,8 +74,8 @@ def find(records: list[Record], target: float | Target | None = None) -> Finding
     def place(label: str) -> tuple:
         final = finals.get(label)
         if final is None or final.mean is None:
-            return (2, final is None, 0.0, label)
-        return (bool(final.diverged), False, sign * final.mean, label)
+            return (label in references, 2, final is None, label)
+        return (label in references, bool(final.diverged), sign * final.mean, label)
 
     ranking = sorted(groups, key=place)
     rivals = [label for label in ranking if label not in references and label in finals]
@@ -92,8 +92,8 @@ def find(records: list[Record], target: float | Target | None = None) -> Finding
         name = Cell(label, "reference, not federated" if label in references else "", label)
         table[label] = [name, final, best, *ways, gap, _status(groups[label])]
     units_said = {"rounds": "rounds", "seconds": "virtual seconds", "megabytes": "megabytes", "steps": "client steps"}
-    columns = ["method", f"final {words(metric)}", "best", *(units_said[unit] for unit in units),
-               f"difference from {rivals[0]}" if rivals else "difference", "runs"]  # fmt: skip
+    against = f"against {rivals[0]}" if rivals else "difference"
+    columns = ["method", "final", "best", *(units_said[unit] for unit in units), against, "runs"]
     details = _details(groups, rivals, ended, goal, units)
     headline = _headline(rivals, finals, rated, metric)
     return Findings(metric, metrics, goal, ranking, references, headline, details, _notices(groups), columns, table)
@@ -107,7 +107,9 @@ def words(metric: str) -> str:
 def goal_words(target: Target) -> str:
     """A target for people."""
     parts = [f"{100 * target.accuracy:g} % accuracy"] if target.accuracy is not None else []
-    parts += [f"{words(name)} {goal:g}" for name in ("loss", "train_loss") if (goal := getattr(target, name)) is not None]
+    parts += [
+        f"{words(name)} {goal:g}" for name in ("loss", "train_loss") if (goal := getattr(target, name)) is not None
+    ]
     return " and ".join(parts)
 
 
@@ -185,7 +187,10 @@ def _amount(found: Comparison, factor: float) -> str:
 def _split(said: str, value: float = math.inf) -> Cell:
     """What comes before the first comma or bracket is the number; the rest stands beside it."""
     text, *rest = re.split(r" \(|, ", _pretty(said), maxsplit=1)
-    return Cell(text, rest[0].replace("(", "").replace(")", "") if rest else "", value)
+    note = rest[0].replace("(", "").replace(")", "") if rest else ""
+    if " reached" in note:  # how many did matters more than where they did
+        note = note[re.search(r"\d+ of ", note).start() :]  # type: ignore[union-attr]
+    return Cell(text, note, value, _pretty(said) if rest else "")
 
 
 def _pretty(said: str) -> str:
@@ -195,7 +200,9 @@ def _pretty(said: str) -> str:
 
 
 def _status(group: list[Record]) -> Cell:
-    counts = {name: [r for r in group if r.status == name] for name in ("finished", "stopped", "diverged", "unfinished")}
+    counts = {
+        name: [r for r in group if r.status == name] for name in ("finished", "stopped", "diverged", "unfinished")
+    }
     said = ", ".join(f"{len(found)} {name}" for name, found in counts.items() if found)
     notes = [f"seed {r.seed} at round {r.round}" for name in ("diverged", "unfinished") for r in counts[name]]
     return Cell(said, ", ".join(notes), len(notes))
@@ -234,11 +241,17 @@ def _headline(rivals: list[str], finals: dict[str, Summary], rated: dict[str, Co
     if near in unsure:
         rest = _list(unsure if len(unsure) <= 4 else [*unsure[:3], f"{len(unsure) - 3} others"], "or")
         return f"{winner} leads with {what}, but {seeds} seeds cannot tell it from {rest}"
-    return f"{winner} wins with {what}, {gap} {side} {near}, the next best (p = {rated[near].p_t:.2g} over {seeds} seeds)"
+    return (
+        f"{winner} wins with {what}, {gap} {side} {near}, the next best (p = {rated[near].p_t:.2g} over {seeds} seeds)"
+    )
 
 
 def _details(
-    groups: dict[str, list[Record]], rivals: list[str], ended: dict[str, list[Run]], goal: Target | None, units: list[str]
+    groups: dict[str, list[Record]],
+    rivals: list[str],
+    ended: dict[str, list[Run]],
+    goal: Target | None,
+    units: list[str],
 ) -> list[str]:
     seeds = sorted({record.seed for group in groups.values() for record in group})
     runs = sum(len(group) for group in groups.values())
@@ -246,8 +259,14 @@ def _details(
     if goal is None or not rivals:
         return said
     best: dict[str, list[str]] = {}
-    for unit, most in (("seconds", "least virtual time"), ("megabytes", "fewest megabytes"), ("steps", "fewest client steps")):
-        ways = {label: way for label in rivals if (way := _reach(ended[label], goal, unit)) and math.isfinite(way.median)}
+    for unit, most in (
+        ("seconds", "least virtual time"),
+        ("megabytes", "fewest megabytes"),
+        ("steps", "fewest client steps"),
+    ):
+        ways = {
+            label: way for label in rivals if (way := _reach(ended[label], goal, unit)) and math.isfinite(way.median)
+        }
         if unit in units and ways:
             label = min(ways, key=lambda name: ways[name].median)
             amount = _split(ways[label].text()).text + (" s" if unit == "seconds" else "")
@@ -266,5 +285,3 @@ def _count(n: int, word: str) -> str:
 
 def _list(names: list[str], last: str = "and") -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}"
-
-

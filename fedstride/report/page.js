@@ -119,15 +119,19 @@ const UNITS = {
   rounds: ["Rounds", "round", ""], seconds: ["Virtual seconds", "virtual seconds", " s"],
   megabytes: ["Megabytes", "megabytes up and down", " MB"], steps: ["Client steps", "client steps", " client steps"],
 };
-const progress = { metric: data.metrics[0]?.name, against: "rounds", hidden: new Set(), redraw: () => {} };
+const measured = data.metrics.filter((metric) => data.curves[metric.name]);
+const units = Object.keys(UNITS).filter((unit) => measured.some((metric) => data.curves[metric.name][unit]));
+const fair = Object.keys(data.staleness).length && units.includes("seconds") ? "seconds" : units[0]; // rounds of asynchronous methods are shorter
+const progress = { metric: measured[0]?.name, against: fair, hidden: new Set(), redraw: () => {} };
+const BANDS = 4; // with more methods in sight, only the leader's band is drawn, and that of the method pointed at
 
 function curves(section) {
   const holder = find(".draw", section), metric = data.metrics.find((one) => one.name === progress.metric);
-  const all = data.curves[progress.metric], lines = all[progress.against] ?? Object.values(all)[0];
+  const lines = data.curves[progress.metric][progress.against] ?? {};
   const percent = metric.scale === 100, unit = UNITS[progress.against];
   const shown = data.ranking.filter((label) => lines[label] && !progress.hidden.has(label));
   const means = shown.flatMap((label) => lines[label].mean).filter((value) => value !== null).sort((a, b) => a - b);
-  const longest = Math.max(...Object.values(lines).map((line) => line.x.at(-1)));
+  const longest = Math.max(0, ...Object.values(lines).map((line) => line.x.at(-1)));
   let [low, high] = means.length ? [means[0], means.at(-1)] : [0, 1];
   // the steep beginning would flatten the rest: it enters from the edge
   if (percent || !metric.name.endsWith("loss")) low = means[Math.floor(0.06 * means.length)] ?? low;
@@ -146,7 +150,8 @@ function curves(section) {
   const ends = [];
   for (const label of [...shown].reverse()) {
     const line = lines[label], { colour, dash } = look(label), place = (value) => sy(value * metric.scale).toFixed(1);
-    const group = make("g", { class: "method", "data-label": label }, root);
+    const quiet = shown.length > BANDS && label !== shown[0] ? " quiet" : "";
+    const group = make("g", { class: `method${quiet}`, "data-label": label }, root);
     const points = line.x.map((x, k) => [sx(x).toFixed(1), line.mean[k], line.half?.[k] ?? 0]).filter((p) => p[1] !== null);
     if (line.half) {
       const upper = points.map(([x, mean, half]) => `${x},${place(mean + half)}`);
@@ -158,7 +163,7 @@ function curves(section) {
     const [x, mean] = points.at(-1);
     ends.push({ label, group, colour, x: +x, y: +place(mean) });
   }
-  if (wide) direct(ends, inner);
+  if (wide) direct(ends.filter((end) => end.x > inner.left + 0.75 * (inner.right - inner.left)), inner);
   const guide = make("line", { class: "guide", style: "stroke:var(--soft)", y1: inner.top, y2: inner.bottom, visibility: "hidden" }, root);
   const over = make("rect", { class: "over", x: inner.left, y: inner.top, width: inner.right - inner.left, height: inner.bottom - inner.top, fill: "transparent" }, root);
   over.addEventListener("pointermove", (event) => {
@@ -245,8 +250,11 @@ function timeline(section, label) {
     xlabel: "virtual seconds", least: 680,
   });
   const width = inner.right - inner.left, bars = inner.right + 24;
-  const hatch = make("pattern", { id: "hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, make("defs", {}, root));
-  make("line", { x1: 0, x2: 0, y1: 0, y2: 5, style: "stroke:var(--bad);stroke-width:3" }, hatch);
+  const defs = make("defs", {}, root);
+  for (const [id, colour] of [["gone", "var(--bad)"], ["overwritten", "var(--soft)"]]) {
+    const hatch = make("pattern", { id, width: 4, height: 4, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, defs);
+    make("line", { x1: 0, x2: 0, y1: 0, y2: 4, style: `stroke:${colour};stroke-width:2;opacity:.6` }, hatch);
+  }
   clientRows(root, count, inner.left, inner.top);
   for (let client = 0; client < count; client++) {
     const y = inner.top + ROW * client, share = line.utilisation[client] ?? 0;
@@ -255,13 +263,14 @@ function timeline(section, label) {
     make("rect", { x: bars, y: y + 4, width: 50 * share, height: ROW - 8, style: "fill:var(--soft)" }, root);
     make("text", { x: bars + 88, y: y + 12, "text-anchor": "end" }, root, `${Math.round(100 * share)} %`);
   }
+  const fills = { overwritten: "url(#overwritten)", "in flight": "var(--page)" };
   for (const job of line.jobs) {
     const [client, start, end, version, update, steps, fate, exchange] = job;
     const x = sx(start), y = inner.top + ROW * client + (exchange === "train" ? 2 : 6);
-    const fill = fate === "used" ? heat(line.delayed ? age(job) / oldest : 0.55) : fate === "in flight" ? "none" : "url(#hatch)";
+    const fill = fate === "used" ? heat(line.delayed ? age(job) / oldest : 0.55) : fills[fate] ?? "url(#gone)";
     const bar = make("rect", {
       class: "job", x, y, width: Math.max(1.5, Math.min(sx(end), inner.right) - x - 0.5), height: exchange === "train" ? ROW - 4 : ROW - 12,
-      style: `fill:${fill};stroke:${fate === "used" ? "none" : "var(--bad)"}`,
+      style: `fill:${fill};stroke:${fate === "used" ? "none" : fills[fate] ? "var(--soft)" : "var(--bad)"};stroke-width:.6`,
     }, root);
     const rows = [["version", version], ["steps", steps], ["seconds", `${number(start)} to ${number(end)}`], ["fate", fate]];
     if (update) rows.push(["went into update", update], ["versions old", age(job)]);
@@ -276,7 +285,11 @@ function timeline(section, label) {
     ? `the first ${number(line.jobs.length)} of ${number(line.total)} jobs, up to second ${number(line.until, 3)} of ${number(line.seconds, 3)}`
     : `all ${number(line.total)} jobs`;
   const rest = count < line.clients ? `, clients 0 to ${count - 1} of ${line.clients}` : "";
-  find(".note", section).textContent = `Shown: seed ${line.seed}, ${capped}${rest}. Thin bars are exchanges without training; hatched bars came to nothing.`;
+  const seen = (test, words) => (line.jobs.some(test) ? words : "");
+  find(".note", section).textContent = `Shown: seed ${line.seed}, ${capped}${rest}.` +
+    seen((job) => job[7] !== "train", " Thin bars are exchanges without training.") +
+    seen((job) => job[6] === "overwritten", " Hatched grey: overwritten by a newer update before the server asked.") +
+    seen((job) => ["lost", "rejected"].includes(job[6]), " Hatched red: lost or rejected.");
 }
 
 function stepMap(section, label) {
@@ -412,10 +425,9 @@ sortable(find("table"));
 if (document.getElementById("curves")) {
   const section = document.getElementById("curves");
   progress.redraw = () => curves(section);
-  const units = Object.keys(UNITS).filter((unit) => Object.values(data.curves).some((by) => by[unit]));
-  choose(find("[data-name=metric]", section), "metric", data.metrics.filter((one) => data.curves[one.name]).map((one) => [one.name, one.words]),
+  choose(find("[data-name=metric]", section), "metric", measured.map((one) => [one.name, one.words]),
     progress.metric, (name) => { progress.metric = name; progress.redraw(); });
-  choose(find("[data-name=against]", section), "against", units.map((unit) => [unit, UNITS[unit][0]]), "rounds",
+  choose(find("[data-name=against]", section), "against", units.map((unit) => [unit, UNITS[unit][0]]), progress.against,
     (unit) => { progress.against = unit; progress.redraw(); });
   legend(section);
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from fedstride.report.findings import Cell, Findings, goal_words, words
+from fedstride.report.findings import Cell, Findings, goal_words, grouped, words
 from fedstride.report.runs import Record
 
 HERE = Path(__file__).parent
@@ -50,7 +50,11 @@ def _without(template: str, name: str) -> str:
 
 
 def _notices(notices: list[str]) -> str:
-    return '<ul class="notices">' + "".join(f"<li>{html.escape(words)}</li>" for words in notices) + "</ul>" if notices else ""
+    return (
+        '<ul class="notices">' + "".join(f"<li>{html.escape(words)}</li>" for words in notices) + "</ul>"
+        if notices
+        else ""
+    )
 
 
 def _summary(findings: Findings) -> str:
@@ -65,7 +69,10 @@ def _tests(findings: Findings) -> str:
     rivals = len(findings.ranking) - len(findings.references) - 1
     said = "Differences are paired by seed; p is of a paired t test, two-sided"
     said += f", not adjusted for {rivals} comparisons." if rivals > 1 else "."
-    return said + " \N{GREATER-THAN SIGN} marks what was not reached by then. A round of an asynchronous method is one server update."
+    return (
+        said
+        + " \N{GREATER-THAN SIGN} marks what was not reached by then. A round of an asynchronous method is one server update."
+    )
 
 
 def _table(findings: Findings) -> str:
@@ -92,9 +99,15 @@ def _cell(tag: str, cell: Cell) -> str:
 
 
 def _experiments(study: str, records: list[Record]) -> str:
-    parts = [("The whole comparison", study)] + [(f"{r.label}, seed {r.seed}", r.experiment) for r in records]
+    """The comparison, then a fold a method with all of its seeds."""
+    parts = [("The whole comparison", study)] if study.strip() else []
+    for label, group in grouped(records).items():
+        texts = [
+            f"# seed {record.seed}\n{record.experiment.strip()}\n" for record in group if record.experiment.strip()
+        ]
+        if texts:
+            parts.append((label, "\n".join(texts)))
     return "\n".join(
         f"<details><summary>{html.escape(name)}</summary><pre>{html.escape(text)}</pre></details>"
         for name, text in parts
-        if text.strip()
     )

@@ -9,6 +9,8 @@ from fedstride import statistics
 from fedstride.errors import FedstrideError
 
 ENDED = ("finished", "stopped", "diverged")
+ROW = ("round", "seconds", "steps", "bytes_up", "bytes_down")  # numbers that no row is without
+JOB = ("client", "version", "steps", "start", "end")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ def load(folder: str | Path) -> list[Record]:
         raise FedstrideError(f"there is no folder {folder}")
     found = [(path.parent.name, seed, path) for path in folder.glob("*/seed-*") if (seed := _seed(path)) is not None]
     if not found:
-        raise FedstrideError(f"no runs in {folder}; they are expected in LABEL/seed-K, as `fedstride compare` writes them")
+        raise FedstrideError(
+            f"no runs in {folder}; they are expected in LABEL/seed-K, as `fedstride compare` writes them"
+        )
     return [_record(label, seed, path) for label, seed, path in sorted(found)]
 
 
@@ -63,9 +67,9 @@ def text(path: Path) -> str:
 
 def _record(label: str, seed: int, path: Path) -> Record:
     rows, timeline, end = _lines(path / "rows.jsonl"), _lines(path / "timeline.jsonl"), {}
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row.get("round"), int):
-            raise _damaged(path / "rows.jsonl", f"row {number} has no round")
+    _need(path / "rows.jsonl", rows, ROW)
+    _need(path / "timeline.jsonl", [row for row in timeline if "fate" in row], JOB)
+    _need(path / "timeline.jsonl", [row for row in timeline if "fate" not in row], ("update", "seconds"))
     if (path / "run.json").exists():
         end = _json(path / "run.json").get("run")
         if not isinstance(end, dict) or end.get("status") not in (*ENDED, "running"):
@@ -80,7 +84,28 @@ def _record(label: str, seed: int, path: Path) -> Record:
     jobs = [row for row in timeline if "fate" in row]
     updates = [row for row in timeline if "fate" not in row]
     experiment = text(path / "experiment.toml")
-    return Record(label, seed, rows, status, jobs, updates, _json(path / "clients.json"), experiment)
+    return Record(label, seed, rows, status, jobs, updates, _clients(path / "clients.json"), experiment)
+
+
+def _need(path: Path, rows: list[dict[str, Any]], names: tuple[str, ...]) -> None:
+    for number, row in enumerate(rows, 1):
+        for name in names:
+            if not isinstance(row.get(name), int | float):
+                raise _damaged(path, f"row {number} has no {name}")
+
+
+def _clients(path: Path) -> dict[str, Any]:
+    found = _json(path)
+    counts, accuracy = found.get("counts") or [], found.get("accuracy") or []
+    try:
+        classes = len(found.get("classes") or counts[0]) if counts else 0
+        good = all(len(row) == classes and all(number >= 0 for number in row) for row in counts)
+        good &= all(value is None or isinstance(value, int | float) for value in accuracy)
+    except (TypeError, IndexError):
+        good = False
+    if not good:
+        raise _damaged(path, "counts must be clients x classes, accuracy one number a client")
+    return found
 
 
 def _seed(path: Path) -> int | None:

@@ -15,7 +15,9 @@ def tidy(records: list[Record]) -> tuple[list[str], list[dict[str, Any]]]:
     for record in records:
         for row in record.rows:
             columns += [name for name in row if name not in columns]
-            values = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in row.items()}
+            values = {
+                name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in row.items()
+            }
             lines.append(values | {"label": record.label, "seed": record.seed, "status": record.status})
     return columns, lines
 
