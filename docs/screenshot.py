@@ -24,17 +24,21 @@ def browser(profile: str) -> webdriver.Chrome:
     return webdriver.Chrome(options, webdriver.ChromeService("/usr/bin/chromedriver"))
 
 
-def picture(
-    driver: webdriver.Chrome, page: Path, width: int = 1280, theme: str = "light", mobile: bool = False
-) -> bytes:
-    """The whole page as PNG."""
+def show(driver: webdriver.Chrome, page: Path, width: int = 1280, theme: str = "light") -> dict:
+    """Open the page on a screen of this width; under 500 pixels it is a phone's."""
     feature = [{"name": "prefers-color-scheme", "value": theme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": feature})
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": mobile}
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     driver.get(page.resolve().as_uri())
-    height = driver.execute_script("return document.documentElement.scrollHeight")
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"height": height})
+    return size
+
+
+def picture(driver: webdriver.Chrome, page: Path, width: int = 1280, theme: str = "light") -> bytes:
+    """The whole page as PNG."""
+    size = show(driver, page, width, theme)
+    size["height"] = driver.execute_script("return document.documentElement.scrollHeight")
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True})
     return base64.b64decode(shot["data"])
 
@@ -43,7 +47,7 @@ def main(folder: str, target: str = "docs/report.png", width: str = "1280", them
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         driver = browser(profile)
         try:
-            Path(target).write_bytes(picture(driver, Path(folder) / "report.html", int(width), theme, int(width) < 500))
+            Path(target).write_bytes(picture(driver, Path(folder) / "report.html", int(width), theme))
         finally:
             driver.quit()
 

@@ -1,4 +1,4 @@
-"""A small comparison on disk, as `fedstride compare` leaves it; `python tests/sample_study.py FOLDER` makes a large one."""
+"""A small comparison on disk, as `fedstride compare` leaves it; run as a script with a folder, a large one."""
 
 import json
 import sys

@@ -7,7 +7,7 @@ from fedstride.errors import FedstrideError
 from fedstride.report import figures, tables
 from fedstride.report.data import collect
 from fedstride.report.findings import find
-from fedstride.report.page import page
+from fedstride.report.page import render
 from fedstride.report.runs import load, text
 from fedstride.results import Target
 
@@ -35,7 +35,7 @@ def write(folder: str | Path, target: float | Target | None = None) -> Path:
     for name, (png, svg) in drawn.items():
         made |= {f"figures/{name}.png": png, f"figures/{name}.svg": svg}
     title = folder.resolve().name
-    made["report.html"] = page(title, findings, data, records, text(folder / "study.toml"), said).encode()
+    made["report.html"] = render(title, findings, data, records, text(folder / "study.toml"), said).encode()
     try:
         (folder / "figures").mkdir(exist_ok=True)
         for name, content in made.items():

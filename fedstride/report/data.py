@@ -71,11 +71,7 @@ def _curves(groups: dict[str, list[Record]], metric: str, unit: str) -> dict[str
 
 def _steps(record: Record) -> dict[str, Any] | None:
     """Clients x rounds: local steps of the updates that went into a round, averaged where rounds share a column."""
-    jobs = [
-        job
-        for job in record.jobs
-        if job.get("exchange", "train") == "train" and job["fate"] == "used" and job.get("update")
-    ]
+    jobs = [job for job in record.jobs if job["exchange"] == "train" and job["fate"] == "used" and job["update"]]
     if not jobs:
         return None
     rounds, clients = max(job["update"] for job in jobs), max(job["client"] for job in jobs) + 1
@@ -100,8 +96,8 @@ def _timeline(record: Record) -> dict[str, Any] | None:
     jobs = sorted((job for job in record.jobs if job["client"] < CLIENTS), key=lambda job: job["start"])
     until = jobs[JOBS]["start"] if len(jobs) > JOBS else whole.seconds
     rows = [
-        [job["client"], *rounded([job["start"], job["end"]], 6), job["version"], job.get("update"), job["steps"],
-         job["fate"], job.get("exchange", "train")]
+        [job["client"], *rounded([job["start"], job["end"]], 6), job["version"], job["update"], job["steps"],
+         job["fate"], job["exchange"]]
         for job in jobs[:JOBS]
     ]  # fmt: skip
     ticks = rounded([row["seconds"] for row in record.updates if 0 < row["seconds"] <= until], 6)
@@ -119,7 +115,8 @@ def _staleness(group: list[Record]) -> list[int] | None:
         whole = Timeline()
         whole.load([*record.jobs, *record.updates])
         ages.update(whole.staleness())
-    return [ages[age] for age in range(max(ages) + 1)] if ages and max(ages) else None
+    oldest = max(ages.keys(), default=0)
+    return [ages[age] for age in range(oldest + 1)] if oldest else None
 
 
 def _partition(record: Record) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from fedstride.report.findings import Findings
@@ -28,7 +29,7 @@ def draw(data: dict[str, Any], findings: Findings) -> dict[str, tuple[bytes, byt
     except ImportError:
         return {}
     made = {}
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         for name, size, paint in _plans(data, findings):
             figure = Figure(figsize=size, layout="constrained")
             paint(figure)
@@ -47,7 +48,7 @@ Plan = tuple[str, tuple[float, float], Callable[[Any], None]]
 def _plans(data: dict[str, Any], findings: Findings) -> Iterator[Plan]:
     metric = findings.metric
     for unit, lines in data["curves"].get(metric, {}).items():
-        yield f"{metric}-{unit}", (7, 4.2), lambda f, unit=unit, lines=lines: _curves(f, data, findings, unit, lines)
+        yield f"{metric}-{unit}", (7, 4.2), partial(_curves, data=data, findings=findings, unit=unit, lines=lines)
     if data["timelines"]:
         label = max(data["timelines"], key=lambda name: data["timelines"][name]["delayed"])
         line = data["timelines"][label]
@@ -99,17 +100,26 @@ def _timeline(figure: Any, label: str, line: dict[str, Any]) -> None:
     import matplotlib
 
     axes, beside = figure.subplots(1, 2, sharey=True, width_ratios=[6, 1])
-    ages = [job[4] - 1 - job[3] if job[4] else 0 for job in line["jobs"]]
     blues = matplotlib.colormaps["Blues"]
-    for job, age in zip(line["jobs"], ages):
-        client, start, end, _, _, _, fate, exchange = job
-        used, height = fate == "used", 0.75 if exchange == "train" else 0.3
-        colour = blues(0.35 + 0.65 * age / max(1, *ages)) if line["delayed"] else blues(0.7)
-        edge = "#9aa3ad" if fate in ("overwritten", "in flight") else "#c2410c"
-        style = {"color": colour} if used else {"facecolor": "none", "edgecolor": edge, "hatch": "/////"}
-        axes.barh(client, min(end, line["until"]) - start, left=start, height=height, linewidth=0.5, **style)
-    for at in line["updates"]:
-        axes.axvline(at, color="black", linewidth=0.4, alpha=0.4)
+    jobs = [(*job, job[4] - 1 - job[3] if job[4] else 0) for job in line["jobs"]]
+    oldest = max(1, *(job[-1] for job in jobs))
+    for fate in sorted({job[6] for job in jobs}):
+        bars = [job for job in jobs if job[6] == fate]
+        if fate == "used":
+            style: dict[str, Any] = {
+                "color": [blues(0.35 + 0.65 * job[-1] / oldest if line["delayed"] else 0.7) for job in bars]
+            }
+        else:
+            edge = "#9aa3ad" if fate in ("overwritten", "in flight") else "#c2410c"
+            style = {"facecolor": "none", "edgecolor": edge, "hatch": "/////", "linewidth": 0.5}
+        axes.barh(
+            [job[0] for job in bars],
+            [min(job[2], line["until"]) - job[1] for job in bars],
+            left=[job[1] for job in bars],
+            height=[0.75 if job[7] == "train" else 0.3 for job in bars],
+            **style,
+        )
+    axes.vlines(line["updates"], 0, 1, transform=axes.get_xaxis_transform(), color="black", linewidth=0.4, alpha=0.4)
     axes.set(xlabel="virtual seconds", ylabel="client", xlim=(0, line["until"]))
     axes.set_title(f"{label}, seed {line['seed']}: the first {len(line['jobs'])} of {line['total']} jobs"
                    + (", darker: older versions" if line["delayed"] else ""), fontsize=9, loc="left")  # fmt: skip

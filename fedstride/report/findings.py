@@ -235,7 +235,8 @@ def _headline(rivals: list[str], finals: dict[str, Summary], rated: dict[str, Co
     gap = f"{_split(Summary(abs(rated[near].mean or 0), rated[near].half, 1).text(factor)).text}{gap_unit}"
     side = "below" if metric.endswith("loss") else "above"
     if rated[near].p_t is None:
-        return f"{winner} leads on the only common seed with {what}, {gap} {side} {near}; one seed cannot say how sure that is"
+        lead = f"{winner} leads on the only common seed with {what}, {gap} {side} {near}"
+        return f"{lead}; one seed cannot say how sure that is"
     unsure = [label for label, found in rated.items() if found.p_t is None or found.p_t >= SURE]
     seeds = len(rated[near].differences)
     if near in unsure:

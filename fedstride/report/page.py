@@ -13,7 +13,7 @@ from fedstride.report.runs import Record
 HERE = Path(__file__).parent
 
 
-def page(title: str, findings: Findings, data: dict[str, Any], records: list[Record], study: str, files: str) -> str:
+def render(title: str, findings: Findings, data: dict[str, Any], records: list[Record], study: str, files: str) -> str:
     """One self-contained HTML file."""
     template = (HERE / "page.html").read_text(encoding="utf-8")
     experiments = _experiments(study, records)
@@ -69,19 +69,18 @@ def _tests(findings: Findings) -> str:
     rivals = len(findings.ranking) - len(findings.references) - 1
     said = "Differences are paired by seed; p is of a paired t test, two-sided"
     said += f", not adjusted for {rivals} comparisons." if rivals > 1 else "."
-    return (
-        said
-        + " \N{GREATER-THAN SIGN} marks what was not reached by then. A round of an asynchronous method is one server update."
-    )
+    said += " A > marks what was not reached by then." if findings.target else ""
+    return said + " A round of an asynchronous method is one server update."
 
 
 def _table(findings: Findings) -> str:
-    columns, first = findings.columns, 3
-    ways = len(columns) - 5
-    groups = ""
+    columns, groups, ways = findings.columns, "", len(findings.columns) - 5
     if ways and findings.target:
-        groups = f'<tr><td class="group" colspan="{first}"></td><th class="group" colspan="{ways}" scope="colgroup">to reach ' \
-                 f'{html.escape(goal_words(findings.target))}</th><td class="group" colspan="2"></td></tr>'  # fmt: skip
+        goal = html.escape(goal_words(findings.target))
+        groups = (
+            f'<tr><td class="group" colspan="3"></td><th class="group" colspan="{ways}" scope="colgroup">'
+            f'to reach {goal}</th><td class="group" colspan="2"></td></tr>'
+        )
     heads = "".join(f'<th scope="col"><button type="button">{html.escape(name)}</button></th>' for name in columns)
     winner = next((label for label, cells in findings.table.items() if cells[-2].text == "best"), None)
     rows = []

@@ -66,12 +66,13 @@ def text(path: Path) -> str:
 
 
 def _record(label: str, seed: int, path: Path) -> Record:
-    rows, timeline, end = _lines(path / "rows.jsonl"), _lines(path / "timeline.jsonl"), {}
+    rows, timeline = _lines(path / "rows.jsonl"), _lines(path / "timeline.jsonl")
+    end: dict[str, Any] = {}
     _need(path / "rows.jsonl", rows, ROW)
     _need(path / "timeline.jsonl", [row for row in timeline if "fate" in row], JOB)
     _need(path / "timeline.jsonl", [row for row in timeline if "fate" not in row], ("update", "seconds"))
     if (path / "run.json").exists():
-        end = _json(path / "run.json").get("run")
+        end = _json(path / "run.json").get("run") or {}
         if not isinstance(end, dict) or end.get("status") not in (*ENDED, "running"):
             raise _damaged(path / "run.json", "it does not say how the run stands")
     status = end["status"] if end.get("status") in ENDED else "unfinished"
@@ -81,7 +82,7 @@ def _record(label: str, seed: int, path: Path) -> Record:
             if count > len(table):
                 raise _damaged(path / f"{name}.jsonl", f"it has {len(table)} rows, the run wrote {count}")
             del table[count:]
-    jobs = [row for row in timeline if "fate" in row]
+    jobs = [{"exchange": "train", "update": None} | row for row in timeline if "fate" in row]
     updates = [row for row in timeline if "fate" not in row]
     experiment = text(path / "experiment.toml")
     return Record(label, seed, rows, status, jobs, updates, _clients(path / "clients.json"), experiment)
