@@ -1,6 +1,8 @@
 """A picture of a report page, taken by headless Chromium.
 
-usage: screenshot.py FOLDER [TARGET.png [WIDTH [light|dark]]]
+usage: screenshot.py FOLDER [TARGET.png [WIDTH [light|dark [SECTION]]]]
+
+The picture is of the whole page, or ends after the section (such as timelines).
 """
 
 import base64
@@ -34,20 +36,24 @@ def show(driver: webdriver.Chrome, page: Path, width: int = 1280, theme: str = "
     return size
 
 
-def picture(driver: webdriver.Chrome, page: Path, width: int = 1280, theme: str = "light") -> bytes:
-    """The whole page as PNG."""
+def picture(driver: webdriver.Chrome, page: Path, width: int = 1280, theme: str = "light", until: str = "") -> bytes:
+    """The page as PNG: all of it, or up to the end of a section."""
     size = show(driver, page, width, theme)
-    size["height"] = driver.execute_script("return document.documentElement.scrollHeight")
+    end = "const end = document.getElementById(arguments[0]); const all = document.documentElement;"
+    end += "return end ? Math.ceil(end.getBoundingClientRect().bottom) + 32 : all.scrollHeight"
+    size["height"] = driver.execute_script(end, until)
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True})
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": False})
     return base64.b64decode(shot["data"])
 
 
-def main(folder: str, target: str = "docs/report.png", width: str = "1280", theme: str = "light") -> None:
+def main(
+    folder: str, target: str = "docs/report.png", width: str = "1280", theme: str = "light", until: str = ""
+) -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         driver = browser(profile)
         try:
-            Path(target).write_bytes(picture(driver, Path(folder) / "report.html", int(width), theme))
+            Path(target).write_bytes(picture(driver, Path(folder) / "report.html", int(width), theme, until))
         finally:
             driver.quit()
 

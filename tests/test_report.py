@@ -108,6 +108,14 @@ def test_the_winner_is_as_sure_as_the_seeds_make_it(tmp_path):
     assert "but 3 seeds cannot tell it from close" in findings.find(runs.load(tmp_path)).headline
 
 
+def test_equal_differences_prove_nothing(tmp_path):
+    spread(tmp_path, "good", [0.9, 0.9])
+    spread(tmp_path, "poor", [0.8, 0.8])
+    found = findings.find(runs.load(tmp_path))
+    assert "on each of 2 seeds; differences without any spread" in found.headline
+    assert found.table["poor"][-2].note == "the same on all"
+
+
 def test_one_seed_has_no_certainty(tmp_path):
     spread(tmp_path, "good", [0.9])
     assert findings.find(runs.load(tmp_path)).headline == "good ends at 90 % accuracy"

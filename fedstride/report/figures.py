@@ -29,7 +29,8 @@ def draw(data: dict[str, Any], findings: Findings) -> dict[str, tuple[bytes, byt
     except ImportError:
         return {}
     made = {}
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+    context: Any = matplotlib.rc_context
+    with context(STYLE):
         for name, size, paint in _plans(data, findings):
             figure = Figure(figsize=size, layout="constrained")
             paint(figure)

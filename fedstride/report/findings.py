@@ -175,8 +175,13 @@ def _cells(
     found = compare(runs, ended[winner[0]], metric)
     if found.mean is None:
         return [*cells, Cell("diverged", value=math.inf, title=_pretty(found.text(factor)))]
-    note = f"p = {found.p_t:.2g}" if found.p_t is not None else "one seed"
+    note = "one seed" if found.p_t is None else f"p = {found.p_t:.2g}" if _testable(found) else "the same on all"
     return [*cells, Cell(_amount(found, factor), note, sign * found.mean, _pretty(found.text(factor)))]
+
+
+def _testable(found: Comparison) -> bool:
+    """Whether the differences have a spread; equal ones make p zero, which says nothing about certainty."""
+    return found.effect is not None and math.isfinite(found.effect)
 
 
 def _amount(found: Comparison, factor: float) -> str:
@@ -237,8 +242,11 @@ def _headline(rivals: list[str], finals: dict[str, Summary], rated: dict[str, Co
     if rated[near].p_t is None:
         lead = f"{winner} leads on the only common seed with {what}, {gap} {side} {near}"
         return f"{lead}; one seed cannot say how sure that is"
-    unsure = [label for label, found in rated.items() if found.p_t is None or found.p_t >= SURE]
     seeds = len(rated[near].differences)
+    if not _testable(rated[near]):
+        lead = f"{winner} leads with {what}, {gap} {side} {near} on each of {seeds} seeds"
+        return f"{lead}; differences without any spread say nothing on how sure that is"
+    unsure = [label for label, found in rated.items() if found.p_t is None or found.p_t >= SURE]
     if near in unsure:
         rest = _list(unsure if len(unsure) <= 4 else [*unsure[:3], f"{len(unsure) - 3} others"], "or")
         return f"{winner} leads with {what}, but {seeds} seeds cannot tell it from {rest}"

@@ -365,18 +365,19 @@ function partition(section) {
 }
 
 function fairness(section) {
-  const rows = data.ranking.filter((label) => data.fairness[label]), row = 34;
+  const rows = data.ranking.filter((label) => data.fairness[label]), row = 34, narrow = find(".draw", section).clientWidth < 560;
+  const room = narrow ? 12 : 16; // letters of a name
   const low = Math.min(...rows.flatMap((label) => data.fairness[label].points));
   const { root, inner, sx } = frame(find(".draw", section), `Accuracy of every client for ${rows.join(", ")}`, {
-    height: 24 + row * rows.length + 40, top: 24, left: 110, right: 130, x: [Math.min(98, Math.floor(10 * low) * 10), 100], y: [0, 1],
-    xlabel: "accuracy of a client, %", least: 560,
+    height: 24 + row * rows.length + 40, top: 24, left: narrow ? 88 : 116, right: narrow ? 96 : 130, x: [Math.min(98, Math.floor(10 * low) * 10), 100], y: [0, 1],
+    xlabel: "accuracy of a client, %", least: 340,
   });
   make("text", { x: inner.right + 14, y: 15, class: "strong" }, root, "worst tenth, %");
   rows.forEach((label, k) => {
     const { points, quartiles, worst } = data.fairness[label], y = inner.top + row * (k + 0.5), { colour } = look(label);
     const [q1, median, q3] = quartiles.map((share) => sx(100 * share));
     make("line", { class: "rule", x1: inner.left, x2: inner.right, y1: y + row / 2, y2: y + row / 2 }, root);
-    make("text", { x: 0, y: y + 4, class: "strong" }, root, label.length > 16 ? `${label.slice(0, 15)}\u2026` : label);
+    make("text", { x: 0, y: y + 4, class: "strong" }, root, label.length > room ? `${label.slice(0, room - 1)}\u2026` : label);
     make("rect", { x: q1, y: y - 11, width: Math.max(1, q3 - q1), height: 22, style: `fill:${colour};opacity:.18` }, root);
     points.forEach((share, index) =>  // spread by a fixed sequence, so that the picture is always the same
       make("circle", { cx: sx(100 * share), cy: y - 9 + 18 * ((index * 0.618034) % 1), r: 2.6, style: `fill:${colour};opacity:.65` }, root));

@@ -34,7 +34,7 @@ def as_csv(columns: list[str], lines: list[dict[str, Any]]) -> bytes:
 def as_parquet(columns: list[str], lines: list[dict[str, Any]]) -> bytes | None:
     """Apache Parquet; None without pyarrow."""
     try:
-        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow
         from pyarrow import parquet
     except ImportError:
         return None
