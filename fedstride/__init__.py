@@ -1,6 +1,6 @@
 """Federated optimisation in which every client keeps its own stride."""
 
-from fedstride import algorithms, availability, devices, links, losses, participation, schedule, steps
+from fedstride import algorithms, availability, data, devices, links, losses, participation, partition, schedule, steps
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
 from fedstride.results import Result, Target
@@ -16,10 +16,12 @@ __all__ = [
     "World",
     "algorithms",
     "availability",
+    "data",
     "devices",
     "links",
     "losses",
     "participation",
+    "partition",
     "schedule",
     "simulate",
     "smoothness",

@@ -144,6 +144,23 @@ def check_batches(vector: VectorModel, clients: Clients, sampler: Sampler) -> No
         raise FedstrideError("the model has BatchNorm layers, but some batch would have one example; use GroupNorm")
 
 
+def check_augment(augment: Any, sampler: Sampler) -> None:
+    """An augmentation must be able to change the clients' mini-batches, and keep their shape and type."""
+    if augment is None:
+        return
+    if not callable(augment):
+        raise FedstrideError(f"augment must be a function (inputs, keys), such as fs.data.crop_flip(), not {augment!r}")
+    if sampler.full:
+        raise FedstrideError("augment changes mini-batches, and batch_size=None asks for none; give a batch_size")
+    examples = sampler.clients.data(0)[0][None, :2]
+    try:
+        changed = augment(examples, torch.zeros(1, dtype=torch.int64, device=examples.device))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise FedstrideError(f"augment cannot take the clients' inputs: {str(error).splitlines()[0]}") from None
+    if not isinstance(changed, Tensor) or changed.shape != examples.shape or changed.dtype != examples.dtype:
+        raise FedstrideError("augment must return inputs of the shape and type it is given")
+
+
 def check_labels(clients: Clients, loss: LossFunction, outputs: Tensor) -> None:
     """Class labels must be among the model's outputs."""
     targets = clients.targets
@@ -178,7 +195,7 @@ def _described(value: Any) -> Any:
     """A setting as JSON; functions go by their names, because nothing more of them can be compared."""
     if isinstance(value, Loss):
         return f"{value.each.__qualname__} {value.reduction}"
-    if callable(value) and not isinstance(value, nn.Module):
+    if callable(value) and not isinstance(value, nn.Module) and not dataclasses.is_dataclass(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, (list, tuple, np.ndarray)):
         return np.asarray(value).tolist()

@@ -25,7 +25,7 @@ from fedstride.memory import Memories, as_rows
 from fedstride.results import Result, Target
 from fedstride.sampling import Jobs, Replay, Sampler
 from fedstride.schedule import Deadline, Schedule
-from fedstride.train import Local, Work
+from fedstride.train import Augment, Local, Work
 from fedstride.vector import VectorModel
 from fedstride.world import Pace, World
 
@@ -47,9 +47,10 @@ class Simulator:
         chunk: int,
         seed: int,
         pace: Pace,
+        augment: Augment | None = None,
     ):
         self._oracle, self._sampler, self._local, self._chunk, self._seed = oracle, sampler, local, chunk, seed
-        self._pace, self._extra = pace, algorithm.full_gradients
+        self._pace, self._extra, self._augment = pace, algorithm.full_gradients, augment
         self.now = 0.0
         self.memories = Memories(algorithm.init_client(oracle.model.x))
 
@@ -80,7 +81,7 @@ class Simulator:
             part = jobs.take(rows)
             columns = (torch.as_tensor(column, device=device) for column in part[:3])
             keys = job_keys(self._seed, exchange.name, *columns)
-            work = Work(self._oracle, self._sampler, part, keys, self._local)
+            work = Work(self._oracle, self._sampler, part, keys, self._local, self._augment)
             upload, memory = exchange.client(work, message, self.memories.get(part.clients))
             ready = down[rows] + self._pace.compute(part, work.evaluations)
             if cut is not None:
@@ -122,6 +123,7 @@ def simulate(
     steps: Any = 10,
     batch_size: int | None = 10,
     sampling: str | Replay = "replacement",
+    augment: Augment | None = None,
     participation: Any = None,
     schedule: Schedule | None = None,
     world: World | None = None,
@@ -152,6 +154,7 @@ def simulate(
     steps: a number, one number a client, a rounds x clients table, or a rule from `fs.steps`.
     batch_size: None uses all local data in every step: exact gradients.
     sampling: "replacement", "shuffle" (passes over the local data), or a function (client, round, step) -> indices.
+    augment: changes the inputs of mini-batches (not of full gradients or tests), such as fs.data.crop_flip(padding=4).
     participation: a rule from `fs.participation`, or a list of cohorts, one a round.
     schedule: fs.schedule.Sync() or .Deadline(seconds), which cuts the local steps of slow clients.
     world: fs.World(devices=..., links=..., availability=...) gives rounds their virtual seconds; None: no time passes.
@@ -187,6 +190,7 @@ def simulate(
         clients, who = clients.pooled(), participations.Full()
     clients = clients.to(target, dtype)
     sampler = Sampler(clients, batch_size, sampling)
+    inputs.check_augment(augment, sampler)
     pace = Pace(None if method.pooled else world, len(clients), seed)  # pooled data: no devices, nothing travels
     deadline = schedule if isinstance(schedule, Deadline) and not method.pooled else None
     inputs.check_time(method, world, deadline, pace)
@@ -194,7 +198,9 @@ def simulate(
     store = None
     if folder is not None:
         named = dict(seed=seed, dtype=str(dtype), batch_size=batch_size, lr=lr, sampling=sampling, loss=loss)
-        named |= dict(local=local, world=pace.identity, schedule=schedule, weights=weights or method.weights)
+        named |= dict(
+            local=local, world=pace.identity, schedule=schedule, weights=weights or method.weights, augment=augment
+        )
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
         if backend == "auto":
             backend = store.setup.get("backend", backend)
@@ -203,7 +209,7 @@ def simulate(
     fleet = clients.fleet(weights or method.weights, target)
     rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
 
-    transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, pace)
+    transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, pace, augment)
     evaluate = Evaluation(oracle.model, loss, test, metrics, (clients, fleet.weights) if train_loss else None)
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, stop, deadline)
     run = Run(method.init(vector.x.clone(), fleet))

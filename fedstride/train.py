@@ -20,6 +20,9 @@ ELEMENTS = 1 << 24  # numbers of input data one oracle call may hold: 64 MiB in 
 ROW = 1 << 17  # the same for one client, where the cut must not depend on how many clients there are
 GATHER = 1 << 18  # numbers of input data gathered ahead for later steps: more would fall out of the cache
 FULL_PASS = 1 << 40  # key offset of full-gradient passes, far from any mini-batch step
+AUGMENT = 1 << 41  # key offset of the augmentation of mini-batches
+
+Augment = Callable[[Tensor, Tensor], Tensor]  # (inputs [C, B, ...], keys [C]) -> inputs
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,15 @@ def _store(old: Any, new: Any) -> None:
 class Work:
     """What C clients can do in one exchange."""
 
-    def __init__(self, oracle: Oracle, sampler: Sampler, jobs: Jobs, keys: Tensor, local: Local):
+    def __init__(
+        self,
+        oracle: Oracle,
+        sampler: Sampler,
+        jobs: Jobs,
+        keys: Tensor,
+        local: Local,
+        augment: Augment | None = None,
+    ):
         x = oracle.model.x
         self.jobs = jobs
         self.steps = torch.as_tensor(jobs.steps, dtype=x.dtype, device=x.device)[:, None]  # [C, 1], steps done
@@ -68,6 +79,7 @@ class Work:
         self.evaluations = np.zeros(len(jobs.clients))  # gradients so far, in mini-batches: what takes time
         self.train_loss: Tensor | None = None  # [C], mean over the steps of the mini-batch loss
         self._oracle, self._sampler, self._keys, self._local = oracle, sampler, keys, local
+        self._augment = augment
         self._example = max(1, sampler.clients.inputs[0].numel())
 
     @property
@@ -248,6 +260,7 @@ class Work:
         if batch is not None:
             if count < len(batch.inputs):
                 batch = Batch(*(None if part is None else part[:count] for part in batch))  # type: ignore[arg-type]
+            batch = self._augmented(batch, keys[:count], counter)
             return function(*operands, batch if key is None else batch._replace(key=key))
         # The loss must see whole, unpadded batches: clients with equal counts go together.
         assert isinstance(piece, Indices) and piece.counts is not None
@@ -256,10 +269,17 @@ class Work:
             mine = torch.as_tensor(np.flatnonzero(counts == size), device=keys.device)
             batch = self._gather(Indices(piece.rows[mine, :size]))
             assert batch is not None
+            batch = self._augmented(batch, keys[mine], counter)
             own_key = None if key is None else key[mine]
             results.append((mine, function(*(a[mine] for a in operands), batch._replace(key=own_key))))
         order = torch.cat([mine for mine, _ in results]).argsort()
         return tuple(torch.cat(parts)[order] for parts in zip(*(values for _, values in results)))
+
+    def _augmented(self, batch: Batch, keys: Tensor, counter: int) -> Batch:
+        """A mini-batch with its inputs augmented, if the run asks for it; passes over all data stay as they are."""
+        if self._augment is None or counter >= FULL_PASS:
+            return batch
+        return batch._replace(inputs=self._augment(batch.inputs, fold(keys, AUGMENT + counter)))
 
     def _gather(self, indices: Indices) -> Batch | None:
         """The examples themselves; padding gets weight zero; None if they are ragged and must not be padded."""

@@ -1,0 +1,54 @@
+"""Random changes of the images in mini-batches, on the device, drawn by key.
+
+An augmentation is a function (inputs [C, B, ...], keys [C]) -> inputs of the same shape, for C clients at once. What it
+does to an example must depend on nothing but that example, the client's key and the position in the batch: then a run
+is the same on every backend and however its clients are chunked.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstride.errors import FedstrideError
+from fedstride.keys import below, fold
+
+
+@dataclass(frozen=True)
+class CropFlip:
+    """A random window of the padded image, mirrored half of the time."""
+
+    padding: int
+    fill: tuple[float, ...]
+
+    def __call__(self, inputs: Tensor, keys: Tensor) -> Tensor:
+        """New images for a block of mini-batches [C, B, channels, height, width]."""
+        if inputs.dim() != 5 or len(self.fill) not in (1, inputs.shape[2]):
+            raise FedstrideError(
+                f"crop_flip(fill={self.fill}) needs images [channels, height, width] and one fill in all or one a "
+                f"channel; the clients' examples have shape {tuple(inputs.shape[2:])}"
+            )
+        batch, channels, height, width = inputs.shape[1:]
+        own = fold(keys[:, None], torch.arange(batch, device=inputs.device))
+        spans = (2 * self.padding + 1, 2 * self.padding + 1, 2)
+        up, left, mirrored = (below(fold(own, i), torch.full_like(own, span)) for i, span in enumerate(spans))
+        rows = up[..., None] + torch.arange(height, device=inputs.device) - self.padding  # [C, B, height]
+        columns = left[..., None] + torch.arange(width, device=inputs.device) - self.padding  # [C, B, width]
+        columns = torch.where(mirrored[..., None] == 1, columns.flip(-1), columns)
+        inside = ((rows >= 0) & (rows < height))[..., None] & ((columns >= 0) & (columns < width))[..., None, :]
+        source = rows.clamp(0, height - 1)[..., None] * width + columns.clamp(0, width - 1)[..., None, :]
+        source = source.flatten(2)[:, :, None].expand(-1, -1, channels, -1)
+        moved = inputs.flatten(3).gather(3, source).view_as(inputs)
+        return torch.where(inside[:, :, None], moved, inputs.new_tensor(self.fill).view(-1, 1, 1))
+
+
+def crop_flip(padding: int = 4, fill: float | Sequence[float] = 0.0) -> CropFlip:
+    """Random crop after padding, then a mirror image with probability 1/2, as is usual for CIFAR.
+
+    fill: the colour of the padding, in all channels or one number each. On normalised data 0 is the mean colour;
+    `dataset.black` is what cropping before normalising gives, as the official code of FedaGrac does.
+    """
+    if not isinstance(padding, int) or padding < 0:
+        raise FedstrideError(f"padding must be a whole number from 0, not {padding!r}")
+    return CropFlip(padding, tuple(float(one) for one in ([fill] if isinstance(fill, (int, float)) else fill)))
