@@ -37,6 +37,15 @@ def whole(name: str, value: Any, low: int = 1) -> int:
     return number
 
 
+def real(name: str, value: Any, low: float = -float("inf")) -> float:
+    """A finite number from `low`."""
+    if not isinstance(value, numbers.Real) or not np.isfinite(float(value)) or value < low:
+        raise FedstrideError(
+            f"{name} must be a number{'' if low == -float('inf') else f' from {low:g}'}, not {value!r}"
+        )
+    return float(value)
+
+
 def rate(lr: Any, count: int) -> Callable[[int], Any]:
     """A learning rate as a function of the round."""
     if callable(lr):
@@ -195,7 +204,7 @@ def _described(value: Any) -> Any:
     """A setting as JSON; functions go by their names, because nothing more of them can be compared."""
     if isinstance(value, Loss):
         return f"{value.each.__qualname__} {value.reduction}"
-    if callable(value) and not isinstance(value, nn.Module) and not dataclasses.is_dataclass(value):
+    if callable(value) and not isinstance(value, nn.Module):
         return getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, (list, tuple, np.ndarray)):
         return np.asarray(value).tolist()

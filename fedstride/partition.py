@@ -18,7 +18,7 @@ from fedstride.checkpoint import write_whole
 from fedstride.clients import Clients
 from fedstride.data import Dataset, Examples
 from fedstride.errors import FedstrideError
-from fedstride.inputs import whole
+from fedstride.inputs import real, whole
 from fedstride.keys import generator
 
 DRAWS = 1000  # of a partition in which somebody has too little, before giving up
@@ -33,12 +33,9 @@ def iid(dataset: Dataset | Examples, clients: int, seed: int = 0) -> Clients:
 def quantity(dataset: Dataset | Examples, clients: int, sigma: float, seed: int = 0) -> Clients:
     """Sizes in proportion to log-normal(0, sigma) draws, labels alike."""
     train, rng = _start(dataset, clients, "quantity", seed)
-    if not sigma >= 0:
-        raise FedstrideError(f"quantity needs sigma >= 0, not {sigma!r}")
-    shares = rng.lognormal(0, sigma, clients)
+    shares = rng.lognormal(0, real("sigma", sigma, 0), clients)
     spare = len(train.targets) - clients  # beyond the one example that everybody has
-    cuts = (np.cumsum(shares / shares.sum()) * spare).astype(np.int64) + np.arange(1, clients + 1)
-    return _deal(train, np.split(rng.permutation(len(train.targets)), cuts[:-1]))
+    return _deal(train, np.split(rng.permutation(len(train.targets)), _cuts(shares, spare) + np.arange(1, clients)))
 
 
 def dirichlet(
@@ -51,7 +48,7 @@ def dirichlet(
     """
     train, rng = _start(dataset, clients, "dirichlet", seed)
     minimum = whole("minimum", minimum)
-    if not 0 < alpha < float("inf"):
+    if not real("alpha", alpha) > 0:
         raise FedstrideError(f"dirichlet needs a positive alpha, not {alpha!r}")
     pools = _by_class(train, rng)
     fair = len(train.targets) / clients
@@ -61,10 +58,9 @@ def dirichlet(
             shares = rng.dirichlet(np.full(clients, alpha))
             if balance:
                 shares *= held < fair
-            total = shares.sum()
-            if not total > 0:  # all to those who may not have it
+            if not shares.any():  # all would go to those who may not have it
                 break
-            cuts.append((np.cumsum(shares / total) * len(pool)).astype(np.int64)[:-1])
+            cuts.append(_cuts(shares, len(pool)))
             held += np.diff(cuts[-1], prepend=0, append=len(pool))
         if len(cuts) == len(pools) and held.min() >= minimum:
             pieces = [np.split(pool, cut) for pool, cut in zip(pools, cuts)]
@@ -91,10 +87,10 @@ def classes(dataset: Dataset | Examples, clients: int, k: int, seed: int = 0) ->
         raise FedstrideError(f"some class has fewer examples than the {places.max()} clients that share it")
     parts = []
     for left in range(clients, 0, -1):
-        forced = np.flatnonzero(places == left)  # all who are left must take these, or some class stays without owner
-        weight = np.where(places < left, places, 0)
-        others = rng.choice(len(pools), k - len(forced), replace=False, p=weight / max(1, weight.sum()))
-        mine = np.sort(np.concatenate([forced, others]))
+        # Random, in proportion to the places left; but a class with a place for everybody who is left must be taken.
+        with np.errstate(divide="ignore"):
+            turn = np.where(places == left, 0, rng.exponential(size=len(pools)) / places)
+        mine = np.sort(np.argsort(turn)[:k])
         places[mine] -= 1
         parts.append(np.concatenate([pools[c][places[c] * volume :][:volume] for c in mine]))
     return _deal(train, parts)
@@ -207,6 +203,12 @@ def _by_class(train: Examples, rng: np.random.Generator) -> list[np.ndarray]:
     """The rows of every class that occurs, shuffled, in the order of the labels."""
     labels = _labels(train.targets)
     return [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+
+
+def _cuts(shares: np.ndarray, total: int) -> np.ndarray:
+    """Where to cut `total` things into pieces in proportion to the shares, to the nearest thing."""
+    ends = np.cumsum(shares)
+    return np.rint(ends[:-1] / ends[-1] * total).astype(np.int64)
 
 
 def _deal(train: Examples, parts: Sequence[np.ndarray]) -> Clients:

@@ -1,5 +1,6 @@
 """`simulate`: a whole federated run in this process."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -198,9 +199,10 @@ def simulate(
     store = None
     if folder is not None:
         named = dict(seed=seed, dtype=str(dtype), batch_size=batch_size, lr=lr, sampling=sampling, loss=loss)
-        named |= dict(
-            local=local, world=pace.identity, schedule=schedule, weights=weights or method.weights, augment=augment
-        )
+        named |= dict(local=local, world=pace.identity, schedule=schedule, weights=weights or method.weights)
+        named["augment"] = (
+            repr(augment) if dataclasses.is_dataclass(augment) else augment
+        )  # by its options, or its name
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
         if backend == "auto":
             backend = store.setup.get("backend", backend)

@@ -8,10 +8,12 @@ is the same on every backend and however its clients are chunked.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedstride.errors import FedstrideError
+from fedstride.inputs import whole
 from fedstride.keys import below, fold
 
 
@@ -49,6 +51,8 @@ def crop_flip(padding: int = 4, fill: float | Sequence[float] = 0.0) -> CropFlip
     fill: the colour of the padding, in all channels or one number each. On normalised data 0 is the mean colour;
     `dataset.black` is what cropping before normalising gives, as the official code of FedaGrac does.
     """
-    if not isinstance(padding, int) or padding < 0:
-        raise FedstrideError(f"padding must be a whole number from 0, not {padding!r}")
-    return CropFlip(padding, tuple(float(one) for one in ([fill] if isinstance(fill, (int, float)) else fill)))
+    try:
+        colour = np.atleast_1d(np.asarray(fill, dtype=np.float64)).tolist()
+    except (TypeError, ValueError):
+        raise FedstrideError(f"fill must be a number, or one a channel, not {fill!r}") from None
+    return CropFlip(whole("padding", padding, 0), tuple(colour))

@@ -208,10 +208,11 @@ def _digits() -> Dataset:
 
 def _idx(name: str, files: dict[str, bytes]) -> Dataset:
     """The format of MNIST: big-endian sizes, then bytes, all in gzip."""
-    arrays = []
-    for (path, data), dimensions in zip(files.items(), (3, 1, 3, 1)):
+    classes = FASHION if name == "fashion-mnist" else DIGITS
+    paths, arrays = list(files), []
+    for path, dimensions in zip(paths, (3, 1, 3, 1)):
         try:
-            raw = gzip.decompress(data)
+            raw = gzip.decompress(files[path])
         except (OSError, EOFError, zlib.error):
             raise FedstrideError(f"{path} is damaged: it is not a complete gzip file") from None
         magic, start = bytes([0, 0, 8, dimensions]), 4 + 4 * dimensions
@@ -222,27 +223,31 @@ def _idx(name: str, files: dict[str, bytes]) -> Dataset:
         if body.size != shape.prod():
             raise FedstrideError(f"{path} is damaged: it holds {body.size} values, its header says {shape.prod()}")
         arrays.append(body.reshape(shape))
-    train, test = ((pixels(arrays[i]), arrays[i + 1]) for i in (0, 2))
-    return from_arrays(train, test, name=name, classes=FASHION if name == "fashion-mnist" else DIGITS)
+    for i in (0, 2):
+        if len(arrays[i]) != len(arrays[i + 1]):
+            raise FedstrideError(f"{paths[i]} has {len(arrays[i])} images, {paths[i + 1]} {len(arrays[i + 1])} labels")
+    train, test = (Examples(pixels(arrays[i]), _labels(paths[i + 1], arrays[i + 1], classes)) for i in (0, 2))
+    return Dataset(name, train, test, classes)
 
 
 def _cifar(name: str, files: dict[str, bytes]) -> Dataset:
     """The binary version: one label byte (CIFAR-100: coarse, then fine), then 32 x 32 red, green and blue bytes."""
-    labels, classes = (1, CIFAR_10) if name == "cifar-10" else (2, CIFAR_100)
-    rows = []
+    head, classes = (1, CIFAR_10) if name == "cifar-10" else (2, CIFAR_100)
+    images, labels = [], []
     for path, data in files.items():
-        if not data or len(data) % (labels + 3072):
-            raise FedstrideError(
-                f"{path} is damaged: {len(data)} bytes are not a number of {labels + 3072}-byte records"
-            )
-        rows.append(np.frombuffer(data, np.uint8).reshape(-1, labels + 3072))
-        if (worst := int(rows[-1][:, labels - 1].max())) >= len(classes):
-            raise FedstrideError(f"{path} is damaged: it has label {worst}; {name} has {len(classes)} classes")
-    parts = [
-        (pixels(part[:, labels:].reshape(-1, 3, 32, 32)), part[:, labels - 1])
-        for part in (np.concatenate(rows[:-1]), rows[-1])
-    ]
-    return from_arrays(*parts, name=name, classes=classes)
+        if not data or len(data) % (head + 3072):
+            raise FedstrideError(f"{path} is damaged: {len(data)} bytes are not a number of {head + 3072}-byte records")
+        records = np.frombuffer(data, np.uint8).reshape(-1, head + 3072)
+        labels.append(_labels(path, records[:, head - 1], classes))
+        images.append(records[:, head:].reshape(-1, 3, 32, 32))
+    train = Examples(pixels(np.concatenate(images[:-1])), torch.cat(labels[:-1]))
+    return Dataset(name, train, Examples(pixels(images[-1]), labels[-1]), classes)
+
+
+def _labels(path: str, labels: np.ndarray, classes: tuple[str, ...]) -> torch.Tensor:
+    if labels.max(initial=0) >= len(classes):
+        raise FedstrideError(f"{path} is damaged: it has label {labels.max()}; there are {len(classes)} classes")
+    return torch.from_numpy(labels.astype(np.int64))
 
 
 def _svmlight(name: str, files: dict[str, bytes], features: int | None) -> Dataset:
