@@ -33,7 +33,8 @@ def iid(dataset: Dataset | Examples, clients: int, seed: int = 0) -> Clients:
 def quantity(dataset: Dataset | Examples, clients: int, sigma: float, seed: int = 0) -> Clients:
     """Sizes in proportion to log-normal(0, sigma) draws, labels alike."""
     train, rng = _start(dataset, clients, "quantity", seed)
-    shares = rng.lognormal(0, real("sigma", sigma, 0), clients)
+    draws = rng.normal(0, real("sigma", sigma, 0), clients)
+    shares = np.exp(draws - draws.max())
     spare = len(train.targets) - clients  # beyond the one example that everybody has
     return _deal(train, np.split(rng.permutation(len(train.targets)), _cuts(shares, spare) + np.arange(1, clients)))
 
