@@ -152,13 +152,13 @@ def _examples(part: str, pair: Any) -> Examples:
 
 def _columns(table: Any, inputs: str, targets: str) -> tuple[Any, Any]:
     """Two columns of a table as arrays."""
+    names = getattr(table, "column_names", None) or (list(table) if isinstance(table, Mapping) else [])
     arrays = []
     for name in (inputs, targets):
+        if name not in names:
+            raise FedstrideError(f"the table has no column {name!r}; its columns are {', '.join(names) or 'not known'}")
         try:
             arrays.append(np.stack([np.asarray(one) for one in table[name]]))
-        except (KeyError, TypeError, IndexError):
-            names = getattr(table, "column_names", None) or (list(table) if isinstance(table, Mapping) else "none")
-            raise FedstrideError(f"the table has no column {name!r}; its columns are {names}") from None
         except ValueError:
             raise FedstrideError(f"column {name!r} is empty or has examples of different shapes") from None
     data, labels = arrays
