@@ -169,18 +169,21 @@ def picture(clients: Clients, path: str | os.PathLike | None = None):
     )
     axes = figure.add_subplot()
     client, label = np.nonzero(table)
-    # The largest bubble fills its cell: 0.16 inch wide, 0.25 inch high, less where the figure is at its limit.
-    side = 72 * min((figure.get_figwidth() - 1) / table.shape[0], (figure.get_figheight() - 0.8) / table.shape[1])
-    axes.scatter(client, label, s=table[client, label] / table.max() * min(side, 20) ** 2, linewidths=0)
-    axes.set(xlabel="client", ylabel="class", xlim=(-1, table.shape[0]), ylim=(-1, table.shape[1]))
+    cell = 72 * min(figure.get_figwidth() / table.shape[0], figure.get_figheight() / table.shape[1])
+    largest = np.clip(1.2 * cell, 9, 22) ** 2  # bubbles may overlap where clients are many, but never vanish
+    axes.scatter(client, label, s=table[client, label] / table.max() * largest, alpha=0.7, linewidths=0)
+    axes.set(xlabel="client", ylabel="class", xlim=(-0.9, table.shape[0] - 0.1), ylim=(-0.9, table.shape[1] - 0.1))
     axes.set_title(f"{table.sum():,} examples; the largest bubble is {table.max():,}", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
     for axis in (axes.xaxis, axes.yaxis):
         axis.get_major_locator().set_params(integer=True)
     if path is not None:
-        data = BytesIO()
-        figure.savefig(data, format=Path(path).suffix[1:] or "png", dpi=150)
-        write_whole(Path(path), data.getvalue())
+        try:
+            data = BytesIO()
+            figure.savefig(data, format=Path(path).suffix[1:] or "png", dpi=150)
+            write_whole(Path(path), data.getvalue())
+        except (OSError, ValueError) as error:
+            raise FedstrideError(f"cannot save the picture as {path}: {error}") from None
     return figure
 
 

@@ -203,6 +203,10 @@ def test_picture(tmp_path):
     clients = fs.partition.dirichlet(labelled(), 7, 0.3)
     figure = fs.partition.picture(clients, tmp_path / "fleet.png")
     assert (tmp_path / "fleet.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(
+        fs.FedstrideError, match="cannot save the picture as .*fleet.doc: Format 'doc' is not supported"
+    ):
+        fs.partition.picture(clients, tmp_path / "fleet.doc")
     bubbles = figure.axes[0].collections[0]
     table = counts(clients)
     client, label = np.nonzero(table)
