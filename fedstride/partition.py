@@ -139,7 +139,7 @@ def fedveca(dataset: Dataset | Examples, clients: int, case: int, seed: int = 0)
 
 def natural(dataset: Dataset | Examples, column: Sequence[Any] | np.ndarray) -> Clients:
     """One client for each distinct value of a column with one value a training example (a writer, a hospital)."""
-    train = dataset.train if isinstance(dataset, Dataset) else Examples(*dataset)
+    train = _train(dataset, "natural")
     values = np.asarray(column)
     if values.shape != train.targets.shape[:1]:
         raise FedstrideError(f"natural needs one value for each of {len(train.targets)} examples, not {values.shape}")
@@ -189,12 +189,16 @@ def picture(clients: Clients, path: str | os.PathLike | None = None):
 
 def _start(dataset: Any, clients: int, rule: str, seed: int) -> tuple[Examples, np.random.Generator]:
     """The training examples and the generator of one partition."""
-    if not isinstance(dataset, (Dataset, tuple)):
-        raise FedstrideError(f"{rule} needs a data set, such as fs.data.load('digits'), not {type(dataset).__name__}")
-    train = dataset.train if isinstance(dataset, Dataset) else Examples(*dataset)
+    train = _train(dataset, rule)
     if whole("clients", clients) > len(train.targets):
         raise FedstrideError(f"{len(train.targets)} examples are too few for {clients} clients")
     return train, generator(whole("seed", seed, 0), "partition", rule)
+
+
+def _train(dataset: Any, rule: str) -> Examples:
+    if not isinstance(dataset, (Dataset, Examples)):
+        raise FedstrideError(f"{rule} needs a data set, such as fs.data.load('digits'), not {type(dataset).__name__}")
+    return dataset.train if isinstance(dataset, Dataset) else dataset
 
 
 def _labels(targets: torch.Tensor) -> np.ndarray:

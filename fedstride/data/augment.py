@@ -7,6 +7,7 @@ is the same on every backend and however its clients are chunked.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -32,17 +33,22 @@ class CropFlip:
                 f"channel; the clients' examples have shape {tuple(inputs.shape[2:])}"
             )
         batch, channels, height, width = inputs.shape[1:]
-        own = fold(keys[:, None], torch.arange(batch, device=inputs.device))
-        spans = (2 * self.padding + 1, 2 * self.padding + 1, 2)
-        up, left, mirrored = (below(fold(own, i), torch.full_like(own, span)) for i, span in enumerate(spans))
-        rows = up[..., None] + torch.arange(height, device=inputs.device) - self.padding  # [C, B, height]
-        columns = left[..., None] + torch.arange(width, device=inputs.device) - self.padding  # [C, B, width]
-        columns = torch.where(mirrored[..., None] == 1, columns.flip(-1), columns)
-        inside = ((rows >= 0) & (rows < height))[..., None] & ((columns >= 0) & (columns < width))[..., None, :]
-        source = rows.clamp(0, height - 1)[..., None] * width + columns.clamp(0, width - 1)[..., None, :]
-        source = source.flatten(2)[:, :, None].expand(-1, -1, channels, -1)
+        # Two draws an example; the mirror takes the lowest bit of the first, which a number below a bound does not use.
+        own = fold(keys[:, None, None], torch.arange(2 * batch, device=inputs.device).view(batch, 2))
+        up, left = below(own, torch.full_like(own, 2 * self.padding + 1))[..., None].unbind(2)
+        rows = up + torch.arange(-self.padding, height - self.padding, device=inputs.device)  # [C, B, height]
+        columns = left + torch.arange(-self.padding, width - self.padding, device=inputs.device)  # [C, B, width]
+        columns = torch.where((own[..., :1] & 1).bool(), columns.flip(-1), columns)
+        row, column = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
+        inside = (row == rows)[..., None] & (column == columns)[..., None, :]
+        source = (row[..., None] * width + column[..., None, :]).flatten(2)[:, :, None].expand(-1, -1, channels, -1)
         moved = inputs.flatten(3).gather(3, source).view_as(inputs)
-        return torch.where(inside[:, :, None], moved, inputs.new_tensor(self.fill).view(-1, 1, 1))
+        return torch.where(inside[:, :, None], moved, _colour(self.fill, inputs.dtype, inputs.device))
+
+
+@lru_cache
+def _colour(fill: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(fill, dtype=dtype, device=device).view(-1, 1, 1)
 
 
 def crop_flip(padding: int = 4, fill: float | Sequence[float] = 0.0) -> CropFlip:

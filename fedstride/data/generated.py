@@ -25,13 +25,14 @@ def least_squares(
     equal. targets: "interpolating" is b_i = A_i x_0 with every entry of x_0 equal to 10, so that one x suits all
     clients; "random" draws b_i uniform in [0, 1].
     """
-    real("rho", rho)
+    clients, rows, features = whole("clients", clients), whole("rows", rows), whole("features", features)
+    rho, seed = real("rho", rho), whole("seed", seed, 0)
     if targets not in ("interpolating", "random"):
         raise FedstrideError(f"targets must be 'interpolating' or 'random', not {targets!r}")
     pairs = []
-    for client in range(whole("clients", clients)):
-        rng = generator(whole("seed", seed, 0), "least squares", client)
-        a = (client + 1) ** rho * rng.uniform(size=(whole("rows", rows), whole("features", features)))
+    for client in range(clients):
+        rng = generator(seed, "least squares", client)
+        a = (client + 1) ** rho * rng.uniform(size=(rows, features))
         if client == 0 and features > 1:
             a[:, 1] = a[:, 0]
         pairs.append((a, a.sum(1) * 10 if targets == "interpolating" else rng.uniform(size=rows)))
@@ -48,12 +49,11 @@ def synthetic(
     models differ between clients, beta how much data do. Sizes are log-normal(4, 2) plus 50. As in the official code,
     alpha and beta are standard deviations; the paper's notation reads as if they were variances.
     """
-    real("alpha", alpha, 0)
-    real("beta", beta, 0)
-    features, classes = whole("features", features), whole("classes", classes)
+    alpha, beta, seed = real("alpha", alpha, 0), real("beta", beta, 0), whole("seed", seed, 0)
+    clients, features, classes = whole("clients", clients), whole("features", features), whole("classes", classes)
     pairs, held = [], []
-    for client in range(whole("clients", clients)):
-        rng = generator(whole("seed", seed, 0), "synthetic", client)
+    for client in range(clients):
+        rng = generator(seed, "synthetic", client)
         n = int(rng.lognormal(4, 2)) + 50
         u, centre = rng.normal(0, alpha), rng.normal(rng.normal(0, beta), 1, features)
         w, b = rng.normal(u, 1, (features, classes)), rng.normal(u, 1, classes)
