@@ -200,9 +200,8 @@ def simulate(
     if folder is not None:
         named = dict(seed=seed, dtype=str(dtype), batch_size=batch_size, lr=lr, sampling=sampling, loss=loss)
         named |= dict(local=local, world=pace.identity, schedule=schedule, weights=weights or method.weights)
-        named["augment"] = (
-            repr(augment) if dataclasses.is_dataclass(augment) else augment
-        )  # by its options, or its name
+        # An augmentation of ours is known by its options, any other function by its name.
+        named["augment"] = repr(augment) if dataclasses.is_dataclass(augment) else augment
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
         if backend == "auto":
             backend = store.setup.get("backend", backend)

@@ -40,12 +40,12 @@ def mnist_files(labels=(3, 1, 4, 1, 5)) -> dict[str, bytes]:
 
 
 def cifar_files(name: str) -> dict[str, bytes]:
-    """Two images a file; the label of an image is its position in the whole set, the first pixels tell the planes."""
+    """Two images a file; labels count up through the set, and so does the first pixel of the blue plane."""
     contents = {}
     for number, file in enumerate(files.SOURCES[name].files):
         records = []
         for label in (2 * number, 2 * number + 1):
-            planes = bytes([10]) * 1024 + bytes([20]) * 1024 + bytes([30]) * 1024
+            planes = bytes([10]) * 1024 + bytes([20]) * 1024 + bytes([40 + label]) + bytes([30]) * 1023
             records.append((bytes([label % 10]) if name == "cifar-10" else bytes([7, 90 + label])) + planes)
         contents[file] = b"".join(records)
     return contents
@@ -132,7 +132,9 @@ def test_cifar_files(place, name, train, test):
     assert raw.train.targets.tolist() == train and raw.test.targets.tolist() == test
     assert raw.train.inputs.shape == (len(train), 3, 32, 32)
     for channel, value in enumerate((10, 20, 30)):
-        assert bool((raw.train.inputs[:, channel] == value / 255).all())
+        assert bool((raw.train.inputs[:, channel, 1:] == value / 255).all())
+    numbers = (torch.cat([raw.train.inputs, raw.test.inputs])[:, 2, 0, 0] * 255 - 40).round().tolist()
+    assert numbers == list(range(len(train) + len(test)))
     assert len(raw.classes) == int(name[6:]) and list(raw.classes) == sorted(raw.classes)
     normal = fs.data.load(name)
     mean, std = (torch.tensor(part).view(3, 1, 1) for part in (normal.mean, normal.std))

@@ -112,6 +112,10 @@ def test_classes():
     assert ((uneven > 0).sum(1) == 2).all() and len(set(uneven[uneven > 0])) == 1
     assert sorted((uneven > 0).sum(0)) == [2, 3, 3]
     assert (counts(fs.partition.classes(labelled((40,) * 4), 5, 4)) == 8).all()  # everybody has everything
+    for seed in range(40):  # nobody ends up with a class that has no place left
+        table = counts(fs.partition.classes(labelled((40,) * 4), 6, 2, seed)) > 0
+        assert (table.sum(1) == 2).all() and (table.sum(0) == 3).all()
+    assert rows(fs.partition.classes(labelled((100,)), 2, 1))[0] not in (list(range(50)), list(range(50, 100)))
     few = counts(fs.partition.classes(labelled((40,) * 10), 3, 2))  # more classes than places
     assert ((few > 0).sum(1) == 2).all() and ((few > 0).sum(0) <= 1).all()
 
