@@ -21,7 +21,7 @@ from fedstride.losses import Loss, LossFunction, cross_entropy
 from fedstride.results import Target
 from fedstride.sampling import Sampler
 from fedstride.schedule import Deadline, Schedule
-from fedstride.train import Local
+from fedstride.train import Augment, Local
 from fedstride.vector import VectorModel
 from fedstride.world import Pace
 
@@ -153,10 +153,10 @@ def check_batches(vector: VectorModel, clients: Clients, sampler: Sampler) -> No
         raise FedstrideError("the model has BatchNorm layers, but some batch would have one example; use GroupNorm")
 
 
-def check_augment(augment: Any, sampler: Sampler) -> None:
-    """An augmentation must be able to change the clients' mini-batches, and keep their shape and type."""
+def augmentation(augment: Any, sampler: Sampler) -> Augment | None:
+    """An augmentation that can take the clients' mini-batches and keeps their shape and type."""
     if augment is None:
-        return
+        return None
     if not callable(augment):
         raise FedstrideError(f"augment must be a function (inputs, keys), such as fs.data.crop_flip(), not {augment!r}")
     if sampler.full:
@@ -168,6 +168,7 @@ def check_augment(augment: Any, sampler: Sampler) -> None:
         raise FedstrideError(f"augment cannot take the clients' inputs: {str(error).splitlines()[0]}") from None
     if not isinstance(changed, Tensor) or changed.shape != examples.shape or changed.dtype != examples.dtype:
         raise FedstrideError("augment must return inputs of the shape and type it is given")
+    return augment
 
 
 def check_labels(clients: Clients, loss: LossFunction, outputs: Tensor) -> None:

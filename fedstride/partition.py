@@ -118,7 +118,7 @@ def fedveca(dataset: Dataset | Examples, clients: int, case: int, seed: int = 0)
     """
     if case == 1:
         return iid(dataset, clients, seed)
-    train, rng = _start(dataset, clients, "fedveca", seed)
+    train, rng = _start(dataset, clients, "FedVeca", seed)
     pools = _by_class(train, rng)
     places = min(clients, len(pools))
     if case not in (2, 3) or (case == 3 and places < 2):

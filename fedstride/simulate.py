@@ -48,10 +48,9 @@ class Simulator:
         chunk: int,
         seed: int,
         pace: Pace,
-        augment: Augment | None = None,
     ):
         self._oracle, self._sampler, self._local, self._chunk, self._seed = oracle, sampler, local, chunk, seed
-        self._pace, self._extra, self._augment = pace, algorithm.full_gradients, augment
+        self._pace, self._extra = pace, algorithm.full_gradients
         self.now = 0.0
         self.memories = Memories(algorithm.init_client(oracle.model.x))
 
@@ -82,7 +81,7 @@ class Simulator:
             part = jobs.take(rows)
             columns = (torch.as_tensor(column, device=device) for column in part[:3])
             keys = job_keys(self._seed, exchange.name, *columns)
-            work = Work(self._oracle, self._sampler, part, keys, self._local, self._augment)
+            work = Work(self._oracle, self._sampler, part, keys, self._local)
             upload, memory = exchange.client(work, message, self.memories.get(part.clients))
             ready = down[rows] + self._pace.compute(part, work.evaluations)
             if cut is not None:
@@ -191,7 +190,7 @@ def simulate(
         clients, who = clients.pooled(), participations.Full()
     clients = clients.to(target, dtype)
     sampler = Sampler(clients, batch_size, sampling)
-    inputs.check_augment(augment, sampler)
+    local = dataclasses.replace(local, augment=inputs.augmentation(augment, sampler))
     pace = Pace(None if method.pooled else world, len(clients), seed)  # pooled data: no devices, nothing travels
     deadline = schedule if isinstance(schedule, Deadline) and not method.pooled else None
     inputs.check_time(method, world, deadline, pace)
@@ -210,7 +209,7 @@ def simulate(
     fleet = clients.fleet(weights or method.weights, target)
     rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
 
-    transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, pace, augment)
+    transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, pace)
     evaluate = Evaluation(oracle.model, loss, test, metrics, (clients, fleet.weights) if train_loss else None)
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, stop, deadline)
     run = Run(method.init(vector.x.clone(), fleet))

@@ -5,7 +5,7 @@ prefix shrinks as they finish: nobody waits and no gradient is wasted.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class Local:
     momentum: float = 0.0  # v <- momentum v + direction; y <- y - lr v; starts at zero in every job
     weight_decay: float = 0.0  # adds weight_decay * y to every gradient
     clip: float | None = None  # scales the gradients of local steps down to this norm
+    augment: Augment | None = field(default=None, repr=False, compare=False)  # changes the inputs of mini-batches
 
 
 def _slice(tree: Any, rows: slice, whole: int) -> Any:
@@ -59,15 +60,7 @@ def _store(old: Any, new: Any) -> None:
 class Work:
     """What C clients can do in one exchange."""
 
-    def __init__(
-        self,
-        oracle: Oracle,
-        sampler: Sampler,
-        jobs: Jobs,
-        keys: Tensor,
-        local: Local,
-        augment: Augment | None = None,
-    ):
+    def __init__(self, oracle: Oracle, sampler: Sampler, jobs: Jobs, keys: Tensor, local: Local):
         x = oracle.model.x
         self.jobs = jobs
         self.steps = torch.as_tensor(jobs.steps, dtype=x.dtype, device=x.device)[:, None]  # [C, 1], steps done
@@ -79,7 +72,6 @@ class Work:
         self.evaluations = np.zeros(len(jobs.clients))  # gradients so far, in mini-batches: what takes time
         self.train_loss: Tensor | None = None  # [C], mean over the steps of the mini-batch loss
         self._oracle, self._sampler, self._keys, self._local = oracle, sampler, keys, local
-        self._augment = augment
         self._example = max(1, sampler.clients.inputs[0].numel())
 
     @property
@@ -277,9 +269,10 @@ class Work:
 
     def _augmented(self, batch: Batch, keys: Tensor, counter: int) -> Batch:
         """A mini-batch with its inputs augmented, if the run asks for it; passes over all data stay as they are."""
-        if self._augment is None or counter >= FULL_PASS:
+        augment = self._local.augment
+        if augment is None or counter >= FULL_PASS:
             return batch
-        return batch._replace(inputs=self._augment(batch.inputs, fold(keys, AUGMENT + counter)))
+        return batch._replace(inputs=augment(batch.inputs, fold(keys, AUGMENT + counter)))
 
     def _gather(self, indices: Indices) -> Batch | None:
         """The examples themselves; padding gets weight zero; None if they are ragged and must not be padded."""

@@ -546,7 +546,7 @@ def test_only_mini_batches_are_augmented():
 
     def work(augment):
         oracle = oracles.make("vmap", vector, fs.losses.cross_entropy, each)
-        return Work(oracle, Sampler(clients, 5, "replacement"), jobs, keys, Local(), augment)
+        return Work(oracle, Sampler(clients, 5, "replacement"), jobs, keys, Local(augment=augment))
 
     plain, blank = work(None), work(lambda inputs, keys: torch.zeros_like(inputs))
     with torch.no_grad():
