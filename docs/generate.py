@@ -6,7 +6,11 @@ import re
 import sys
 from pathlib import Path
 
+import torch
+
 from fedstride.algorithm import REGISTRY, Algorithm
+from fedstride.inputs import unfit
+from fedstride.schedule import Buffered
 
 HERE = Path(__file__).parent
 
@@ -25,6 +29,11 @@ def options(cls: type[Algorithm]) -> list[str]:
     return rows
 
 
+def fits(method: Algorithm) -> bool:
+    """Whether it runs on Buffered."""
+    return not unfit(method, Buffered(), bool(method.init_client(torch.zeros(3))))
+
+
 def needs(method: Algorithm) -> list[str]:
     """What the class declares."""
     down, up = method.traffic
@@ -35,12 +44,15 @@ def needs(method: Algorithm) -> list[str]:
         "Participation: everyone in every round." if method.full_only else "Participation: any.",
         f"Exact gradients and a fixed step lead to the optimum: {'yes' if method.exact else 'no'}"
         + (f"; with part of the fleet: {'yes' if method.exact_partial else 'no'}." if method.exact else "."),
+        f"Own schedule: `{method.schedule!r}`; on `Buffered`: {'yes' if fits(method) else 'no'}.",
         f"Local options it allows: {', '.join(sorted(method.local_options)) or 'none'}.",
     ]
     if method.prologue:
         facts.append("Before the first round it asks the whole fleet once (row 0).")
     if method.assigns:
         facts.append("It decides the clients' steps itself; the run's `steps` is ignored.")
+    if method.local_steps is not None:
+        facts.append(f"Every job has {method.local_steps} step(s); the run's `steps` is ignored.")
     if method.needs_rows:
         facts.append("The server keeps every reply of a round until it is over, not only their sum.")
     if method.pooled:
@@ -80,17 +92,19 @@ def index() -> str:
         "",
         "Exact: with exact gradients and a fixed step the method ends at the optimum of the weighted objective,",
         "whatever the clients' numbers of steps; a test checks it to 1e-10. Vectors: model-size vectors a participant",
-        "receives and sends a round.",
+        "receives and sends a round; methods on `FirstArrivals` and `SendBuffers` send every model to the whole fleet.",
+        "Schedule: the method's own; synchronous methods marked * also run on `Buffered`, with stale replies.",
         "",
-        "| name | what it does | exact | part of the fleet | vectors down / up |",
-        "|---|---|---|---|---|",
+        "| name | what it does | exact | part of the fleet | vectors down / up | schedule |",
+        "|---|---|---|---|---|---|",
     ]
     for name, cls in sorted(REGISTRY.items()):
         method = cls()
         partial = "-" if method.full_only or method.pooled else ("exact" if method.exact_partial else "yes")
         down, up = method.traffic
         cells = (f"[`{name}`](methods/{name}.md)", paragraphs(cls)[0], "yes" if method.exact else "no", partial)
-        lines.append(f"| {' | '.join(cells)} | {down} / {up} |")
+        schedule = type(method.schedule).__name__ + (" *" if fits(method) and not method.schedule.asynchronous else "")
+        lines.append(f"| {' | '.join(cells)} | {down} / {up} | {'-' if method.pooled else schedule} |")
     return "\n".join(lines) + "\n"
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fedstride.clients import Fleet
 from fedstride.errors import FedstrideError
-from fedstride.replies import Replies
+from fedstride.replies import Header, Replies
 from fedstride.sampling import Jobs
+from fedstride.schedule import Schedule, Sync
 from fedstride.train import Work
 
 LOCAL_OPTIONS = frozenset({"momentum", "weight_decay", "clip"})
@@ -76,6 +77,16 @@ class Algorithm:
         return self.exact and not self.full_only
 
     @property
+    def schedule(self) -> Schedule:
+        """When clients start and the server acts, unless a run says otherwise."""
+        return Sync()
+
+    @property
+    def local_steps(self) -> int | None:
+        """Steps of every job, where the method fixes them once and for all; then the run's `steps` are not used."""
+        return None
+
+    @property
     def full_gradients(self) -> int:
         """Gradients over all local data that `client` takes besides its steps: a deadline must leave time for them."""
         return 0
@@ -119,6 +130,10 @@ class Algorithm:
     def server(self, state: Any, replies: Replies) -> Any:
         """The next server state."""
         raise NotImplementedError
+
+    def factor(self, reply: Header) -> Tensor | None:
+        """[R]: by how much every reply counts in `replies.mean`, such as a discount for staleness; None: 1."""
+        return None
 
     def assign(self, state: Any, clients: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Steps for these clients, where the method `assigns` them."""

@@ -2,13 +2,16 @@
 
 Files appear whole or not at all (temporary file, fsync, rename). `run.json` is written last, so a crash at any moment
 leaves either the old run or the new one. Vectors are safetensors; nothing is ever pickled. Rows are appended to
-`rows.jsonl` as they come; `run.json` says how many of them belong to the checkpoint.
+`rows.jsonl` as they come, a recorded timeline to `timeline.jsonl`; `run.json` says how many of them belong to the
+checkpoint.
 """
 
 import hashlib
 import json
 import os
 import time
+from collections import namedtuple
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,9 @@ from torch import Tensor
 
 from fedstride.engine import Run
 from fedstride.errors import FedstrideError
-from fedstride.memory import Memories
+from fedstride.simulator import Simulator
 
-FORMAT = 1
+FORMAT = 2
 BUDGET = 20  # a checkpoint is due when this many times its own duration has passed: at most 5 % of a run
 
 
@@ -46,18 +49,51 @@ def flatten(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         tensors[prefix] = value.detach().cpu().contiguous()
         return {"tensor": prefix}
     if isinstance(value, tuple):
-        return {"tuple": [flatten(f"{prefix}.{i}", part, tensors) for i, part in enumerate(value)]}
+        parts = [flatten(f"{prefix}.{i}", part, tensors) for i, part in enumerate(value)]
+        return {"tuple": parts, "fields": list(getattr(value, "_fields", ()))}
     return {"value": value}
 
 
-def restore(skeleton: dict, like: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """Undo `flatten`, with the types of a freshly made state."""
+def restore(skeleton: dict, tensors: dict[str, Tensor], device: torch.device, like: Any = None) -> Any:
+    """Undo `flatten`, with the types of a freshly made state; without one, tuples have their field names."""
     if "tensor" in skeleton:
         return tensors[skeleton["tensor"]].to(device)
     if "tuple" in skeleton:
-        parts = [restore(part, old, tensors, device) for part, old in zip(skeleton["tuple"], like)]
-        return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+        pairs = zip(skeleton["tuple"], like or [None] * len(skeleton["tuple"]))
+        parts = [restore(part, tensors, device, old) for part, old in pairs]
+        if not skeleton["fields"]:
+            return tuple(parts)
+        return type(like)(*parts) if like else namedtuple("Restored", skeleton["fields"])(*parts)
     return skeleton["value"]
+
+
+class Lines:
+    """A table on disk, one JSON object a line, to which rows are added as they come."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Add rows."""
+        with open(self.path, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def keep(self, count: int) -> list[dict[str, Any]]:
+        """The first rows; what comes after them, from a run that was killed later, is removed."""
+        try:
+            lines = self.path.read_text().splitlines(keepends=True)[:count]
+            rows = [json.loads(line) for line in lines]
+        except (OSError, ValueError):
+            rows = []
+        if len(rows) != count:
+            raise FedstrideError(f"{self.path} is damaged: {count} rows belong to the checkpoint")
+        write_whole(self.path, "".join(lines).encode() if count else b"")
+        return rows
+
+    def sync(self) -> None:
+        """Make sure that all rows are on disk."""
+        with open(self.path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 class Folder:
@@ -65,7 +101,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike, identity: dict[str, Any], resume: bool):
         self.path = Path(path)
-        self._rows = self.path / "rows.jsonl"
+        self._rows, self._timeline = Lines(self.path / "rows.jsonl"), Lines(self.path / "timeline.jsonl")
         self.identity = identity
         self._saved_at = 0.0
         self._cost = 0.0
@@ -112,17 +148,19 @@ class Folder:
         """What a stored run remembers of its set-up; empty if nothing is stored."""
         return self._stored["setup"] if self._stored else {}
 
-    def load(self, run: Run, memories: Memories) -> None:
+    def load(self, run: Run, transport: Simulator) -> None:
         """Put the stored run into a fresh one; without a stored run, make the folder ready for this one."""
         stored = self._stored
         if stored is None:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                write_whole(self._rows, b"")  # rows without a checkpoint belong to nothing
+                for table in (self._rows, self._timeline):  # rows without a checkpoint belong to nothing
+                    table.path.unlink(missing_ok=True)
+                write_whole(self._rows.path, b"")
             except OSError as error:
                 raise FedstrideError(f"cannot write to the folder {self.path}: {error.strerror}") from None
             return
-        path = self.path / stored["tensors"]
+        path, device = self.path / stored["tensors"], run.state.x.device
         try:
             data = path.read_bytes()
         except OSError:
@@ -130,47 +168,48 @@ class Folder:
         if hashlib.sha256(data).hexdigest() != stored["tensors_sha256"]:
             raise FedstrideError(f"{path} does not match its checksum; the checkpoint is damaged")
         tensors = safetensors.torch.load(data)
-        run.state = restore(stored["state"], run.state, tensors, run.state.x.device)
+        run.state = restore(stored["state"], tensors, device, run.state)
         run.round, run.seconds, run.status = stored["round"], stored["seconds"], stored["status"]
-        try:
-            lines = self._rows.read_text().splitlines(keepends=True)[: stored["rows"]]
-            run.rows = [json.loads(line) for line in lines]
-        except (OSError, ValueError):
-            run.rows = []
-        if len(run.rows) != stored["rows"]:
-            raise FedstrideError(f"{self._rows} is damaged: {stored['rows']} rows belong to the checkpoint")
-        write_whole(self._rows, "".join(lines).encode())  # rows after the checkpoint will be written again
-        memories.load(
+        run.rows = self._rows.keep(stored["rows"])
+        if run.timeline is not None:
+            run.timeline.load(self._timeline.keep(stored["timeline"]))
+        transport.memories.load(
             stored["clients"],
             {name[7:]: value for name, value in tensors.items() if name.startswith("memory.")},
         )
+        parts = {name: restore(part, tensors, device) for name, part in stored["transport"].items()}
+        transport.load(parts, run.seconds)
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Add a row to the table on disk."""
-        with open(self._rows, "a") as file:
-            file.write(json.dumps(row) + "\n")
+    def append(self, run: Run) -> None:
+        """Add what the last round brought to the tables on disk."""
+        self._rows.append(run.rows[-1:])
+        if run.timeline is not None:
+            self._timeline.append(run.timeline.news())
 
     def due(self) -> bool:
         """Whether it is time for a checkpoint."""
         return time.monotonic() - self._saved_at > BUDGET * self._cost
 
-    def save(self, run: Run, memories: Memories, setup: dict[str, Any]) -> None:
+    def save(self, run: Run, transport: Simulator, setup: dict[str, Any]) -> None:
         """Write a checkpoint and remove the one before."""
         start = time.monotonic()
         tensors: dict[str, Tensor] = {}
         state = flatten("state", run.state, tensors)
-        clients, tables = memories.dump()
+        parts = {name: flatten(f"transport.{name}", part, tensors) for name, part in transport.dump().items()}
+        clients, tables = transport.memories.dump()
         tensors |= {f"memory.{name}": table.cpu().contiguous() for name, table in tables.items()}
         data = safetensors.torch.save({name: value.clone() for name, value in tensors.items()})
         name = f"tensors-{run.round:06d}-{run.status}.safetensors"
         body = {
             "format": FORMAT, "identity": self.identity, "setup": setup,
             "round": run.round, "seconds": run.seconds, "status": run.status, "rows": len(run.rows),
-            "state": state, "clients": clients, "tensors": name, "tensors_sha256": hashlib.sha256(data).hexdigest(),
+            "timeline": run.timeline.written if run.timeline else 0, "state": state, "transport": parts,
+            "clients": clients, "tensors": name, "tensors_sha256": hashlib.sha256(data).hexdigest(),
         }  # fmt: skip
         body = json.loads(json.dumps(body))
-        with open(self._rows, "rb") as file:
-            os.fsync(file.fileno())  # the rows this checkpoint counts on
+        self._rows.sync()  # the rows this checkpoint counts on
+        if run.timeline is not None:
+            self._timeline.sync()
         write_whole(self.path / name, data)
         checksum = hashlib.sha256(json.dumps(body).encode()).hexdigest()
         write_whole(self.path / "run.json", json.dumps({"run": body, "sha256": checksum}).encode())

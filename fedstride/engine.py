@@ -1,6 +1,8 @@
-"""The one loop: a round is a cohort and the exchanges of the method with it.
+"""The one loop: collect replies, let the server act, write a row.
 
-A run is data: server state, client memories, counters and rows; saving and resuming need nothing from any method.
+A synchronous round is a cohort and the exchanges of the method with it; in an asynchronous run a round is one server
+update with the replies that have arrived for it. A run is data: server state, client memories, counters and rows;
+saving and resuming need nothing from any method.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +20,9 @@ from fedstride.keys import generator
 from fedstride.participation import Cohort, Full, Participation
 from fedstride.replies import Replies
 from fedstride.sampling import Jobs
-from fedstride.schedule import Deadline
+from fedstride.schedule import Deadline, Schedule, Sync
 from fedstride.steps import Steps
+from fedstride.timeline import Timeline
 
 Rate = Callable[[int], Any]  # round, counted from 1 -> a learning rate, or one a client
 
@@ -31,12 +34,14 @@ class Answers(NamedTuple):
     upload: Any  # NamedTuple of [C, d] and [C, 1] tensors
     memory: Any  # what they will remember if the upload is used
     train_loss: Tensor | None  # [C], if they trained
+    spans: np.ndarray  # [C, 3]: when training started and ended and when the reply arrived, in seconds
 
 
 class Transport(Protocol):
     """How a job reaches a client and a reply comes back."""
 
     now: float  # virtual or real seconds since the start
+    sent: int  # messages to clients so far
 
     def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None) -> Iterator[Answers]:
         """Send the message to the clients of the jobs; yield replies in any grouping, some perhaps never.
@@ -44,8 +49,14 @@ class Transport(Protocol):
         A deadline cuts the training exchange: replies may then come with fewer steps than asked for.
         """
 
+    def gather(self, exchange: Exchange, message: Any, version: int) -> Iterator[Answers]:
+        """Asynchronous: publish a version of the model, then yield replies until the schedule lets the server act."""
+
     def keep(self, answers: Answers, used: np.ndarray) -> None:
         """Tell the clients which uploads were used, so that their memories count."""
+
+    def gone(self) -> list[tuple[Any, str]]:
+        """Jobs of which nothing reached the server since the last call, and why."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,12 @@ class Plan:
     every: int
     evaluate: Callable[[Tensor], dict]
     stop: Callable[[dict], bool] | None = None
-    deadline: Deadline | None = None
+    schedule: Schedule = Sync()
+
+    @property
+    def deadline(self) -> Deadline | None:
+        """The end of a training exchange, if there is one."""
+        return self.schedule if isinstance(self.schedule, Deadline) else None
 
 
 @dataclass
@@ -75,6 +91,7 @@ class Run:
     seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
     status: str = "running"  # running, finished, stopped (target reached), diverged
+    timeline: Timeline | None = None  # recorded on request
 
 
 def play(run: Run, plan: Plan, transport: Transport, after: Callable[[Run], None]) -> None:
@@ -86,8 +103,9 @@ def play(run: Run, plan: Plan, transport: Transport, after: Callable[[Run], None
         _round(run, plan, transport, everyone, Full(), insisting, 0)
         after(run)
     while run.status == "running" and run.round < plan.rounds:
-        number = run.round + 1
-        cohort = plan.participation.draw(generator(plan.seed, "cohort", number), weights, number)
+        number, cohort = run.round + 1, None
+        if not plan.schedule.asynchronous:
+            cohort = plan.participation.draw(generator(plan.seed, "cohort", number), weights, number)
         _round(run, plan, transport, cohort, plan.participation, algorithm.exchanges, number)
         after(run)
     if run.status == "running":
@@ -98,13 +116,14 @@ def _round(
     run: Run,
     plan: Plan,
     transport: Transport,
-    cohort: Cohort,
+    cohort: Cohort | None,
     participation: Participation,
     exchanges: tuple[Exchange, ...],
     number: int,
 ) -> None:
-    jobs = _jobs(run, plan, cohort, number)
+    jobs = None if cohort is None else _jobs(run, plan, cohort, number)
     row: dict[str, Any] = {"round": number, "seconds": run.seconds, "clients": 0, "steps": 0}
+    sent = transport.sent
     row |= {"bytes_up": 0, "bytes_down": 0, "rejected": 0}
     for exchange in exchanges:
         jobs = _exchange(run, plan, transport, exchange, participation, jobs, row)
@@ -115,6 +134,10 @@ def _round(
     run.round = number
     if row["clients"]:
         row |= plan.algorithm.report(run.state)
+    if run.timeline is not None:
+        run.timeline.add_gone(transport.gone())
+        if number:
+            run.timeline.add_update(number, run.seconds, transport.sent - sent)
     if run.status != "diverged" and (number % plan.every == 0 or number == plan.rounds):
         row |= plan.evaluate(plan.algorithm.model(run.state))
     run.rows.append(row)
@@ -123,25 +146,44 @@ def _round(
 
 
 def _exchange(
-    run: Run, plan: Plan, transport: Transport, exchange: Exchange, participation: Participation, jobs: Jobs, row: dict
-) -> Jobs:
-    """One exchange; returns the jobs as they were done, of those whose reply was used: who failed it sits out the rest
-    of the round.
+    run: Run,
+    plan: Plan,
+    transport: Transport,
+    exchange: Exchange,
+    participation: Participation,
+    jobs: Jobs | None,
+    row: dict,
+) -> Jobs | None:
+    """One exchange, with a cohort's jobs or, if None, with whoever arrives.
+
+    Returns the jobs as they were done, of those whose reply was used: who failed it sits out the rest of the round.
     """
-    message = exchange.message(run.state)
-    asked = jobs if exchange.audience is None else jobs.take(exchange.audience(run.state, jobs))
-    asked = asked.take(asked.steps > 0)  # zero steps: the client does not answer
-    if not plan.algorithm.pooled:
-        row["bytes_down"] += traffic(message) * len(asked.clients)
-    replies = Replies(plan.fleet.weights, run.state.x.numel(), participation.by_weight, plan.algorithm.needs_rows)
+    algorithm = plan.algorithm
+    message, version, sent = exchange.message(run.state), max(0, row["round"] - 1), transport.sent
+    if jobs is None:
+        source = transport.gather(exchange, message, version)
+    else:
+        asked = jobs if exchange.audience is None else jobs.take(exchange.audience(run.state, jobs))
+        asked = asked.take(asked.steps > 0)  # zero steps: the client does not answer
+        source = transport.ask(exchange, message, asked, plan.deadline) if len(asked.clients) else iter(())
+    replies = Replies(
+        plan.fleet.weights,
+        run.state.x.numel(),
+        participation.by_weight,
+        algorithm.needs_rows,
+        version,
+        algorithm.factor,
+    )
     done: list[Jobs] = []
     losses, rejected = [], 0
-    for answers in transport.ask(exchange, message, asked, plan.deadline) if len(asked.clients) else ():
+    for answers in source:
         used = finite(answers.upload, len(answers.jobs.clients))
         rejected += int((~used).sum())
-        if not plan.algorithm.pooled:
+        if not algorithm.pooled:
             row["bytes_up"] += traffic(answers.upload)
         transport.keep(answers, used)
+        if run.timeline is not None:
+            run.timeline.add(row["round"], exchange.name, answers.jobs, answers.spans, used)
         if answers.train_loss is not None:
             row["steps"] += int(answers.jobs.steps.sum())
             losses.append(answers.train_loss[torch.as_tensor(used)])
@@ -152,21 +194,34 @@ def _exchange(
         if used.any():
             replies.add(answers.jobs, answers.upload)
             done.append(answers.jobs)
+    if not algorithm.pooled:
+        row["bytes_down"] += traffic(message) * (transport.sent - sent)
     run.seconds = row["seconds"] = transport.now
     row["rejected"] += rejected
     if losses and len(replies):
         row["local_loss"] = float((replies.factors * torch.cat(losses)).sum())
     if len(replies):
         row["clients"] = max(row["clients"], len(replies))
+        staleness = replies.each("staleness")
+        row["staleness"], row["max_staleness"] = float((replies.factors * staleness).sum()), int(staleness.max())
         run.state = exchange.server(run.state, replies)
-    elif rejected and exchange.audience is None:
+    elif rejected and exchange.audience is None and (jobs is not None or _hopeless(run, plan, rejected)):
         run.status = "diverged"
-    if exchange.audience is not None:  # those who were not asked did not fail
+    if jobs is None or exchange.audience is not None:  # those who were not asked did not fail
         return jobs
     if not done:
         return jobs.take(slice(0, 0))
     together = Jobs(*(np.concatenate(columns) for columns in zip(*done)))
     return together.take(np.argsort(together.clients))
+
+
+def _hopeless(run: Run, plan: Plan, rejected: int) -> bool:
+    """Whether, in an asynchronous run, as many updates were rejected in a row as there are clients."""
+    for row in reversed(run.rows):
+        if row["clients"]:
+            break
+        rejected += row["rejected"]
+    return rejected >= plan.fleet.clients
 
 
 def _jobs(run: Run, plan: Plan, cohort: Cohort, number: int) -> Jobs:
@@ -177,10 +232,24 @@ def _jobs(run: Run, plan: Plan, cohort: Cohort, number: int) -> Jobs:
         rng = generator(plan.seed, "assign", number)
         targets = done = np.asarray(plan.algorithm.assign(run.state, clients, rng), dtype=np.int64)
     else:
-        targets, done = plan.steps.draw(clients, number, plan.epoch(clients), plan.seed)
+        targets, done = work(plan, clients, number)
     lr = rates(plan, max(1, number))[clients]
     versions = np.full(len(clients), max(0, number - 1))
     return Jobs(clients, versions, np.zeros_like(versions), targets, done, lr, cohort.times)
+
+
+def work(plan: Plan, clients: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Steps asked for and steps done of some clients in a round."""
+    fixed = plan.algorithm.local_steps
+    if fixed is not None:
+        return (steps := np.full(len(clients), fixed), steps)
+    return plan.steps.draw(clients, number, plan.epoch(clients), plan.seed)
+
+
+def single_job(plan: Plan, client: int, version: int) -> tuple[int, int, float]:
+    """Steps asked for, steps done and learning rate of one client that starts from a version of the model."""
+    target, done = work(plan, np.array([client]), version + 1)
+    return int(target[0]), int(done[0]), float(rates(plan, version + 1)[client])
 
 
 def rates(plan: Plan, number: int) -> np.ndarray:

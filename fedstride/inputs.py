@@ -100,19 +100,55 @@ def local(method: Algorithm, momentum: Any, weight_decay: Any, clip: Any) -> Loc
     return Local(momentum, weight_decay, clip)
 
 
-def participation(given: Any, schedule: Schedule | None) -> participations.Participation:
+def participation(method: Algorithm, given: Any, schedule: Any) -> participations.Participation:
     """Who takes part: from the argument or from the schedule, not from both."""
-    if schedule is None:
-        return participations.resolve(given)
     if not isinstance(schedule, Schedule):
-        raise FedstrideError(f"schedule must come from fs.schedule (Sync, Deadline), not {schedule!r}")
+        raise FedstrideError(
+            "schedule must come from fs.schedule (Sync, Deadline, Buffered, FirstArrivals, SendBuffers, Replay), "
+            f"not {schedule!r}"
+        )
+    if given is not None and schedule.asynchronous:
+        raise FedstrideError(
+            f"{method.name} runs on {schedule!r}, which decides itself who takes part; leave participation out, or ask "
+            "for rounds with schedule=fs.schedule.Sync()"
+        )
     if given is not None and schedule.participation is not None:
         raise FedstrideError("participation is given twice: in the schedule and on its own; give one of them")
     return participations.resolve(given if schedule.participation is None else schedule.participation)
 
 
-def check_time(method: Algorithm, world: Any, deadline: Deadline | None, pace: Pace) -> None:
+def check_schedule(
+    method: Algorithm, schedule: Schedule, rule: step_rules.Steps, count: int, rounds: int, remembers: bool
+) -> None:
+    """Refuse a schedule that the method, its steps or the fleet cannot live with."""
+    schedule.check(count, rounds)
+    name, reason = type(schedule).__name__, unfit(method, schedule, remembers)
+    if reason:
+        raise FedstrideError(f"{method.name} cannot run on {name}: it {reason}; use fs.schedule.Sync() or .Deadline")
+    if schedule.asynchronous and method.local_steps is None and not rule.single:
+        raise FedstrideError(f"{rule!r} is a rule for whole cohorts, which {name} does not have; give other steps")
+
+
+def unfit(method: Algorithm, schedule: Schedule, remembers: bool) -> str:
+    """Why a method, which keeps memories on its clients or not, cannot run on a schedule; empty if it can."""
+    if not schedule.asynchronous:
+        return ""
+    if method.pooled:
+        return "has no clients"
+    if method.assigns:
+        return "assigns the clients' steps round by round"
+    if len(method.exchanges) > 1:
+        return f"has {len(method.exchanges)} exchanges a round"
+    if method.full_only:
+        return "needs every client in every round"
+    if remembers and schedule.memoryless:
+        return "keeps memories on its clients, which here train on before the server has seen their last update"
+    return ""
+
+
+def check_time(method: Algorithm, world: Any, schedule: Schedule, pace: Pace) -> None:
     """Refuse time that the method or the fleet cannot live with."""
+    deadline = schedule if isinstance(schedule, Deadline) else None
     if deadline is not None and world is None:
         raise FedstrideError("a deadline needs a world in which work takes time, such as fs.World(devices=0.01)")
     if deadline is not None and deadline.seconds < pace.quickest:

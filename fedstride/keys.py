@@ -54,6 +54,14 @@ def below(keys: Tensor, bound: Tensor) -> Tensor:
     return (((keys >> 33) & 0x7FFFFFFF) * bound) >> 31
 
 
+def draw(key: int, counter: int) -> int:
+    """One of 2^64 numbers with equal chances: the finaliser above on plain integers, for draws one at a time."""
+    z = (key + (counter + 1) * GOLDEN) & MASK
+    z = (z ^ (z >> 30)) * FIRST & MASK
+    z = (z ^ (z >> 27)) * SECOND & MASK
+    return z ^ (z >> 31)
+
+
 def generator(*parts: int | str) -> np.random.Generator:
     """Numpy generator for one server-side draw."""
     return np.random.Generator(np.random.Philox(key=key(*parts) & MASK))

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedstride.errors import FedstrideError
+from fedstride.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Result:
     backend: str
     state: Any  # the method's server state
     memories: Any  # what the clients remember
+    batch: float  # jobs trained together, on average
+    timeline: Timeline | None = None  # who trained when; recorded on request
 
     def summary(self) -> str:
         """What a person wants to read."""
@@ -66,6 +69,13 @@ class Result:
         lines.append(f"  {totals['steps']:,} client steps, {up:,.2f} MB up, {down:,.2f} MB down")
         if last.get("seconds"):
             lines.append(f"  {last['seconds']:,.1f} virtual seconds")
+        if any(row.get("max_staleness") for row in self.rows):
+            seen = [row for row in self.rows if "staleness" in row]
+            mean = sum(row["staleness"] for row in seen) / len(seen)
+            most = max(row["max_staleness"] for row in seen)
+            lines.append(
+                f"  updates {mean:.1f} versions old on average, {most} at most; {self.batch:.1f} trained at once"
+            )
         if totals["rejected"]:
             lines.append(f"  {totals['rejected']} uploads rejected because they were not finite")
         return "\n".join(lines)

@@ -17,6 +17,11 @@ from fedstride.sampling import Sampler
 class Steps:
     """A rule for step counts."""
 
+    @property
+    def single(self) -> bool:
+        """Whether a client's steps can be drawn without the rest of its cohort, and are never zero."""
+        return True
+
     def check(self, count: int, rounds: int) -> None:
         """Refuse what cannot work with this fleet."""
 
@@ -61,6 +66,10 @@ class Listed(Steps):
 
     def __repr__(self) -> str:
         return f"Listed({self.table.tolist()})"
+
+    @property
+    def single(self) -> bool:
+        return bool((self.table > 0).all())
 
     def check(self, count: int, rounds: int) -> None:
         _check_steps(self.table, "steps", lowest=0)
@@ -122,6 +131,10 @@ class Unfinished(Steps):
     tau_max: int
     epochs: int = 5
     unit: str = "epoch"
+
+    @property
+    def single(self) -> bool:
+        return False
 
     def check(self, count: int, rounds: int) -> None:
         whole = all(isinstance(value, numbers.Integral) for value in (self.tau_max, self.epochs))

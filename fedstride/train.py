@@ -252,7 +252,7 @@ class Work:
         if batch is not None:
             if count < len(batch.inputs):
                 batch = Batch(*(None if part is None else part[:count] for part in batch))  # type: ignore[arg-type]
-            batch = self._augmented(batch, keys[:count], counter)
+            batch = self._augmented(batch, keys, counter)
             return function(*operands, batch if key is None else batch._replace(key=key))
         # The loss must see whole, unpadded batches: clients with equal counts go together.
         assert isinstance(piece, Indices) and piece.counts is not None
@@ -272,7 +272,7 @@ class Work:
         augment = self._local.augment
         if augment is None or counter >= FULL_PASS:
             return batch
-        return batch._replace(inputs=augment(batch.inputs, fold(keys, AUGMENT + counter)))
+        return batch._replace(inputs=augment(batch.inputs, fold(keys[: len(batch.inputs)], AUGMENT + counter)))
 
     def _gather(self, indices: Indices) -> Batch | None:
         """The examples themselves; padding gets weight zero; None if they are ragged and must not be padded."""

@@ -1,8 +1,9 @@
 """The world a fleet lives in: devices, links, availability; and what a job costs in it. Nothing ever sleeps."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,23 @@ class World:
     devices: Any = None
     links: Links | None = None
     availability: Any = None
+
+
+class Costs(NamedTuple):
+    """What one client's job costs in an asynchronous run: plain numbers, a list entry a client."""
+
+    down: list[float]  # seconds to receive the model
+    up: list[float]  # seconds to send the update
+    latency: list[float]  # seconds until the client hears of a request
+    step: list[float]  # seconds of one local step
+    extra: list[int]  # steps' worth of full gradients beside the local ones
+    even: np.ndarray  # equal chances for everybody
+    presence: Callable[[int, int, int, float], tuple[bool, float]]
+
+    @property
+    def slowest(self) -> float:
+        """Seconds until everybody has received a model."""
+        return max(self.down)
 
 
 class Pace:
@@ -52,6 +70,26 @@ class Pace:
     def lossy(self) -> bool:
         """Whether clients can be absent."""
         return self._availability is not None
+
+    def costs(self, bytes_down: float, bytes_up: float, extra: np.ndarray) -> Costs:
+        """The same for one client after the other."""
+        count = len(self._per_step)
+        ids, zeros = np.arange(count), np.zeros(count, dtype=np.int64)
+        fleet = Jobs(ids, zeros, zeros, zeros, zeros, zeros, zeros)
+        transfers = ((bytes_down, "down"), (bytes_up, "up"), (0.0, "down"))
+        down, up, latency = (self.transfer(fleet, *what).tolist() for what in transfers)
+        even = np.full(count, 1 / count)
+        return Costs(down, up, latency, self._per_step.tolist(), extra.tolist(), even, self._presence)
+
+    def _presence(self, client: int, version: int, repeat: int, now: float) -> tuple[bool, float]:
+        """Whether this job will come to something, and from when on the client is there: infinity if nobody knows."""
+        if self._availability is None:
+            return True, now
+        zero = np.zeros(1, dtype=np.int64)
+        job = Jobs(zero + client, zero + version, zero + repeat, zero, zero, zero, zero)
+        if self.answers(job, now)[0]:
+            return True, now
+        return False, self.wake(job, now)
 
     def forsaken(self, now: float) -> bool:
         """Whether nobody of the whole fleet is there or known to come back."""

@@ -503,8 +503,9 @@ def whole_batches(outputs, targets):
         dict(method="scaffold"),
         dict(momentum=0.5),
         dict(sampling=lambda client, round, step: range(client + 1), batch_size=None),
+        dict(method=fs.algorithms.DlsgdHetero(n=2), world=fs.World(devices=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), steps=3),
     ],
-    ids=["replacement", "shuffle", "groups", "dropout", "scaffold", "momentum", "replay"],
+    ids=["replacement", "shuffle", "groups", "dropout", "scaffold", "momentum", "replay", "asynchronous"],
 )
 def test_augmentation_is_the_same_on_every_backend_and_chunk(changes):
     one = augmented(backend="sequential", **changes)

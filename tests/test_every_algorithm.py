@@ -3,16 +3,32 @@
 import conformance
 import pytest
 import torch
-from conformance import HALF, MULTISET, make
+from conformance import HALF, MULTISET, SYNC, UNEVEN, make
 from problems import Quadratics
 
 import fedstride as fs
+from fedstride.inputs import unfit
 
 NAMES = fs.algorithms.names()
 FEDERATED = [name for name in NAMES if not make(name).pooled]
 EXACT = [name for name in NAMES if make(name).exact]
 EXACT_PARTIAL = [name for name in EXACT if make(name).exact_partial]
+BUFFERED = fs.schedule.Buffered(concurrency=4, size=2)
 PARTIAL = [name for name in FEDERATED if not make(name).full_only]
+
+
+def fits(name, schedule):
+    method = make(name)
+    return not unfit(method, schedule, bool(method.init_client(torch.zeros(3))))
+
+
+# Every method on its own schedule, if that is asynchronous, and on Buffered, if it can.
+ASYNCHRONOUS = [
+    pytest.param(name, schedule, id=f"{name}-{type(schedule).__name__}")
+    for name in FEDERATED
+    for schedule in (make(name).schedule, BUFFERED)
+    if schedule.asynchronous and fits(name, schedule)
+]
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -39,7 +55,7 @@ def test_resume_equals_uninterrupted(name):
 
 @pytest.mark.parametrize("name", PARTIAL)
 def test_resume_with_part_of_the_fleet(name):
-    conformance.check_resume(make(name), participation=MULTISET)
+    conformance.check_resume(make(name), participation=MULTISET, schedule=SYNC)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,7 +75,7 @@ def test_absent_clients_are_untouched(name):
 
 @pytest.mark.parametrize("name", FEDERATED)
 def test_bad_uploads_are_rejected(name):
-    conformance.check_rejection(make(name))
+    conformance.check_rejection(make(name), schedule=SYNC)
 
 
 @pytest.mark.parametrize("name", FEDERATED)
@@ -88,6 +104,37 @@ def test_diverging_runs_end_as_such(name):
 def test_full_only_methods_refuse_part_of_the_fleet(name):
     with pytest.raises(fs.FedstrideError, match="needs every client"):
         Quadratics().run(make(name), participation=HALF)
+
+
+@pytest.mark.parametrize(("name", "schedule"), ASYNCHRONOUS)
+def test_asynchronous_runs_resume_anywhere(name, schedule):
+    conformance.check_resume_anywhere(make(name), schedule=schedule)
+
+
+@pytest.mark.parametrize(("name", "schedule"), ASYNCHRONOUS)
+def test_backends_agree_on_asynchronous_runs(name, schedule):
+    conformance.check_backends_agree(make(name), schedule=schedule, world=UNEVEN, rounds=5)
+
+
+@pytest.mark.parametrize(("name", "schedule"), ASYNCHRONOUS)
+def test_a_trace_can_be_replayed(name, schedule):
+    conformance.check_replay(make(name), schedule=schedule)
+
+
+@pytest.mark.parametrize(("name", "schedule"), ASYNCHRONOUS)
+def test_bad_uploads_are_rejected_in_asynchronous_runs(name, schedule):
+    conformance.check_rejection(make(name), rounds=25, schedule=schedule, world=UNEVEN)
+
+
+@pytest.mark.parametrize("name", sorted({case.values[0] for case in ASYNCHRONOUS}))
+def test_the_time_of_a_job_is_known_beforehand(name):
+    conformance.check_time_of_a_job(make(name))
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT_PARTIAL if fits(name, BUFFERED)])
+@pytest.mark.parametrize("weights", ["data", "uniform"])
+def test_exact_methods_stay_exact_whatever_the_speeds(name, weights):
+    conformance.check_exact(make(name), weights, schedule=BUFFERED, world=UNEVEN, lr=0.1, rounds=500)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,242 @@
+"""The transport of a simulation: trains jobs in batches on one device, in virtual time."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstride.algorithm import Algorithm, Exchange
+from fedstride.courses import Course, Job
+from fedstride.engine import Answers, traffic
+from fedstride.errors import FedstrideError
+from fedstride.keys import job_keys
+from fedstride.memory import Memories, as_rows
+from fedstride.oracle import Oracle
+from fedstride.sampling import Jobs, Sampler
+from fedstride.schedule import Deadline, Schedule
+from fedstride.train import Local, Work
+from fedstride.world import Pace
+
+
+class Content(NamedTuple):
+    """What a job gives: computed, and not yet at the server."""
+
+    upload: Any  # NamedTuples of [1, ...] tensors
+    memory: Any
+    train_loss: Tensor | None  # [1]
+
+
+class Simulator:
+    """Trains cohorts, or in an asynchronous run whatever is under way, in batches."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        oracle: Oracle,
+        sampler: Sampler,
+        local: Local,
+        chunk: int,
+        seed: int,
+        pace: Pace,
+        schedule: Schedule,
+        plan_job: Callable[[int, int], tuple[int, int, float]],
+    ):
+        self._oracle, self._sampler, self._local, self._chunk, self._seed = oracle, sampler, local, chunk, seed
+        self._pace, self._extra = pace, algorithm.full_gradients
+        self._schedule, self._plan_job = schedule, plan_job
+        self.now, self.sent = 0.0, 0
+        self.memories = Memories(algorithm.init_client(oracle.model.x))
+        self.batches = self.trained = 0  # how often jobs were trained together, and how many jobs in all
+        self.course: Course | None = None
+        self._bytes = (0, 0)  # of a message and an upload, which the course's costs come from
+        self._messages: dict[int, Any] = {}  # by version, as long as a job may start from it
+        self._contents: dict[int, Content] = {}  # by number of the job
+
+    @torch.no_grad()
+    def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None = None) -> Iterator[Answers]:
+        """Train the cohort chunk by chunk, longest jobs first, so that chunks hold clients of similar length."""
+        asked = len(jobs.clients)
+        self.sent += asked
+        jobs = jobs if exchange.insist else self._present(jobs)
+        cut = deadline.seconds if deadline is not None and exchange.name == "train" else None
+        down = self._pace.transfer(jobs, traffic(message), "down")
+        late = np.zeros(len(jobs.clients), dtype=bool)
+        if deadline is not None and cut is not None:
+            room = cut - down - self._pace.compute(jobs, self._extra * self._sampler.steps_per_epoch(jobs.clients))
+            done = self._pace.steps_within(jobs, room)
+            late = done < jobs.steps
+            if deadline.late == "drop":
+                done = np.where(late, 0, done)
+            jobs, down, late = (jobs._replace(steps=done).take(done > 0), down[done > 0], late[done > 0])
+        end = self.now
+        if cut is not None and (late.any() or len(jobs.clients) < asked):
+            end = self.now + cut  # the server waits for the missing until the deadline
+        order = np.argsort(-jobs.steps, kind="stable")
+        jobs, down, late = jobs.take(order), down[order], late[order]
+        message = as_rows(message)
+        for start in range(0, len(jobs.clients), self._chunk):
+            rows = slice(start, start + self._chunk)
+            part = jobs.take(rows)
+            work, upload, memory = self._train(exchange, message, part)
+            ready = down[rows] + self._pace.compute(part, work.evaluations)
+            if cut is not None:
+                ready = np.where(late[rows], cut, ready)
+            size = traffic(upload) / len(part.clients)
+            arrival = ready + self._pace.transfer(part, size, "up")
+            end = max(end, float((self.now + arrival).max()))
+            spans = self.now + np.stack([down[rows], ready, arrival], axis=1)
+            yield Answers(part, upload, memory, work.train_loss, spans)
+        self.now = end
+
+    def _present(self, jobs: Jobs) -> Jobs:
+        """Those who will answer; where none of them is there, the server waits for the first to come back."""
+        there = self._pace.answers(jobs, self.now)
+        later = self.now if there.any() else self._pace.wake(jobs, self.now)
+        if later == float("inf"):
+            if self._pace.forsaken(self.now):
+                raise FedstrideError(
+                    f"at virtual second {self.now:g} no client of the fleet is there, and none is known to come back"
+                )
+        elif later > self.now:
+            self.now = later
+            there = self._pace.answers(jobs, self.now)
+        return jobs.take(there)
+
+    def _train(self, exchange: Exchange, message: Any, jobs: Jobs) -> tuple[Work, Any, Any]:
+        """Let some clients, longest jobs first, do their part of an exchange together."""
+        columns = (torch.as_tensor(column, device=self._oracle.model.x.device) for column in jobs[:3])
+        work = Work(self._oracle, self._sampler, jobs, job_keys(self._seed, exchange.name, *columns), self._local)
+        upload, memory = exchange.client(work, message, self.memories.get(jobs.clients))
+        self.batches, self.trained = self.batches + 1, self.trained + len(jobs.clients)
+        return work, upload, memory
+
+    @torch.no_grad()
+    def gather(self, exchange: Exchange, message: Any, version: int) -> Iterator[Answers]:
+        """Replies in the order of their arrival, until the server acts.
+
+        The content of a reply is computed when it arrives, together with everything else that is under way and certain
+        to arrive. Replies are handed over in groups: before anything is trained, because memories must count by then,
+        and when the server acts.
+        """
+        course = self.course or self._open(exchange, message)
+        sent = course.sent
+        self._messages[version] = as_rows(message)
+        course.publish(version)
+        arrived: list[tuple[int, float]] = []
+        while not course.closed:
+            number = course.advance()
+            if number not in self._contents:
+                if arrived:
+                    yield self._hand_over(course, arrived)
+                    arrived = []
+                self._train_ahead(exchange, course, number)
+            arrived.append((number, course.clock.now))
+        self.now = course.clock.now
+        self.sent += course.sent - sent
+        if arrived:
+            yield self._hand_over(course, arrived)
+
+    def _open(self, exchange: Exchange, message: Any) -> Course:
+        """Begin the course: its costs need the bytes that travel, so client 0 shows once what an upload is."""
+        steps = np.ones(1, dtype=np.int64)
+        batches, trained = self.batches, self.trained
+        _, upload, _ = self._train(
+            exchange, as_rows(message), Jobs(0 * steps, 0 * steps, 0 * steps, steps, steps, 1e-9 * steps, steps)
+        )
+        self.batches, self.trained = batches, trained
+        self._bytes = (traffic(message), traffic(upload))
+        self.course = self._make_course()
+        return self.course
+
+    def _make_course(self) -> Course:
+        extra = self._extra * self._sampler.steps_per_epoch(np.arange(len(self._sampler.clients)))
+        return self._schedule.course(self._pace.costs(*self._bytes, extra), self._plan_job, self._seed, self.now)
+
+    def _train_ahead(self, exchange: Exchange, course: Course, number: int) -> None:
+        """Train a job and, with it, those that are certain to be needed, as many as fit."""
+        others = [other for other in course.needed if other not in self._contents]
+        others.sort(key=lambda other: course.jobs[other].end)
+        numbers = [number, *others[: self._chunk - 1]]
+        numbers.sort(key=lambda other: -course.jobs[other].steps)
+        jobs = _columns([course.jobs[other] for other in numbers])
+        versions = jobs.versions.tolist()
+        message = self._messages[versions[0]]
+        if len(set(versions)) > 1:
+            rows = [self._messages[version] for version in versions]
+            message = type(message)(*(torch.cat(values) for values in zip(*rows)))
+        work, upload, memory = self._train(exchange, message, jobs)
+        for row, other in enumerate(numbers):
+            # Copies, so that a late result does not keep all of its batch in memory.
+            own = [
+                type(part)(*(value[row : row + 1].clone() for value in part)) if part else ()
+                for part in (upload, memory)
+            ]
+            loss = None if work.train_loss is None else work.train_loss[row : row + 1].clone()
+            self._contents[other] = Content(own[0], own[1], loss)
+        waiting = {course.jobs[other].version for other in course.jobs if other not in self._contents}
+        self._messages = {v: kept for v, kept in self._messages.items() if v in waiting or v in course.versions}
+
+    def _hand_over(self, course: Course, arrived: list[tuple[int, float]]) -> Answers:
+        """The contents of some jobs as one group of replies."""
+        jobs = [course.jobs[number] for number, _ in arrived]
+        contents = [self._contents[number] for number, _ in arrived]
+        times = np.array([course.times(number) for number, _ in arrived])
+        spans = np.array([(job.start, job.end, time) for job, (_, time) in zip(jobs, arrived)])
+        for number, _ in arrived:
+            course.release(number)
+            if number not in course.jobs:
+                del self._contents[number]
+        upload, memory = (
+            type(parts[0])(*(torch.cat(values) for values in zip(*parts))) if parts[0] else ()
+            for parts in zip(*((content.upload, content.memory) for content in contents))
+        )
+        losses = [content.train_loss for content in contents if content.train_loss is not None]
+        return Answers(_columns(jobs, times), upload, memory, torch.cat(losses) if losses else None, spans)
+
+    def keep(self, answers: Answers, used: np.ndarray) -> None:
+        """Memories of used uploads become the clients' own; the others stay as they were."""
+        if answers.memory and used.any():
+            mask = torch.as_tensor(used, device=self._oracle.model.x.device)
+            self.memories.put(answers.jobs.clients[used], [value[mask] for value in answers.memory])
+
+    def gone(self) -> list[tuple[Job, str]]:
+        """Jobs of an asynchronous run that never reached the server."""
+        if self.course is None:
+            return []
+        gone, self.course.gone = self.course.gone, []
+        return gone
+
+    def under_way(self) -> list[Job]:
+        """Jobs of an asynchronous run that have started and not reached the server."""
+        return [] if self.course is None else [job for job in self.course.jobs.values() if job.start <= self.now]
+
+    def dump(self) -> dict[str, Any]:
+        """Everything a resumed run needs, as plain data and tensors."""
+        stored: dict[str, Any] = {"batches": self.batches, "trained": self.trained}
+        if self.course is not None:
+            contents = tuple((number, *content) for number, content in self._contents.items())
+            stored |= {"course": self.course.dump(), "bytes": list(self._bytes), "contents": contents}
+            stored["messages"] = tuple(self._messages.items())
+        return stored
+
+    def load(self, stored: dict[str, Any], now: float) -> None:
+        """Undo `dump`."""
+        self.now, self.batches, self.trained = now, stored["batches"], stored["trained"]
+        if "course" in stored:
+            self._bytes = (stored["bytes"][0], stored["bytes"][1])
+            self.course = self._make_course()
+            self.course.load(stored["course"])
+            self._contents = {number: Content(*content) for number, *content in stored["contents"]}
+            self._messages = dict(stored["messages"])
+
+
+def _columns(jobs: list[Job], times: np.ndarray | None = None) -> Jobs:
+    """Jobs one after the other as columns."""
+    table = [(job.client, job.version, job.repeat, job.target, job.steps) for job in jobs]
+    clients, versions, repeats, targets, steps = np.array(table, dtype=np.int64).reshape(-1, 5).T
+    lr = np.array([job.lr for job in jobs])
+    return Jobs(
+        clients, versions, repeats, targets, steps, lr, np.ones(len(jobs), dtype=np.int64) if times is None else times
+    )
