@@ -161,6 +161,7 @@ def test_svmlight_files(tmp_path):
     assert dataset.classes == ("2", "5", "7") and dataset.train.targets.tolist() == [2, 0, 1]
     assert dataset.test.targets.tolist() == [1] and dataset.test.inputs.shape == (1, 4)
     assert fs.data.load("svmlight", path=str(one), features=9).train.inputs.shape == (3, 9)
+    assert fs.data.load("svmlight", path=one, test=one).test.targets.tolist() == [2, 0, 1]
     regression = fs.data.load("svmlight", path=real)
     assert regression.classes == () and regression.train.targets.tolist() == [0.5, -2.0] and regression.test is None
     refused("one is not an svmlight file", fs.data.load, "svmlight", path=one, features=2)

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import urllib.request
 import zlib
+from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
@@ -130,18 +131,18 @@ def load(
         return _digits()
     if name == "svmlight":
         assert path is not None
-        files = {os.fspath(one): _read(Path(one)) for one in (path, test) if one is not None}
-        return _svmlight("svmlight", files, features)
+        paths = [Path(one) for one in (path, test) if one is not None]
+        return _svmlight("svmlight", paths, [_read(one) for one in paths], features)
     data = _fetch(name)
     if name == "a9a":
-        return _svmlight(name, data, 123)
+        return _svmlight(name, list(data), list(data.values()), 123)
     dataset = _cifar(name, data) if name.startswith("cifar") else _idx(name, data)
     return dataset.normalised(*CONSTANTS[name]) if normalise else dataset
 
 
 def folder() -> Path:
     """Where data sets are looked for."""
-    return Path(os.environ.get("FEDSTRIDE_DATA") or Path.home() / ".cache" / "fedstride")
+    return Path(os.environ.get("FEDSTRIDE_DATA") or "~/.cache/fedstride").expanduser()
 
 
 def _fetch(name: str) -> dict[str, bytes]:
@@ -250,19 +251,21 @@ def _labels(path: str, labels: np.ndarray, classes: tuple[str, ...]) -> torch.Te
     return torch.from_numpy(labels.astype(np.int64))
 
 
-def _svmlight(name: str, files: dict[str, bytes], features: int | None) -> Dataset:
+def _svmlight(name: str, paths: Sequence[str | Path], contents: list[bytes], features: int | None) -> Dataset:
     """Text `label index:value ...`; labels that are whole numbers become classes in their order (-1, 1 become 0, 1)."""
     datasets = _sklearn("svmlight files are read")
     try:
-        loaded = datasets.load_svmlight_files([io.BytesIO(data) for data in files.values()], n_features=features)
+        loaded = datasets.load_svmlight_files([io.BytesIO(data) for data in contents], n_features=features)
     except ValueError as error:
-        raise FedstrideError(f"{' or '.join(files)} is not an svmlight file: {str(error).splitlines()[0]}") from None
+        raise FedstrideError(
+            f"{' or '.join(map(str, paths))} is not an svmlight file: {str(error).splitlines()[0]}"
+        ) from None
     inputs = [torch.as_tensor(matrix.toarray().astype(np.float32)) for matrix in loaded[::2]]
     raw = loaded[1::2]
     if not (raw[0] % 1 == 0).all():
         return from_arrays(*zip(inputs, [values.astype(np.float32) for values in raw]), name=name)
     values = np.unique(raw[0])
-    for path, labels in zip(files, raw):
+    for path, labels in zip(paths, raw):
         for label in np.setdiff1d(labels, values):
             raise FedstrideError(f"{path} has label {label:g}, which the training file does not have")
     targets = [np.searchsorted(values, labels) for labels in raw]
