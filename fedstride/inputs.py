@@ -21,7 +21,7 @@ from fedstride.losses import Loss, LossFunction, cross_entropy
 from fedstride.results import Target
 from fedstride.sampling import Sampler
 from fedstride.schedule import Deadline, Schedule
-from fedstride.train import Local
+from fedstride.train import Augment, Local
 from fedstride.vector import VectorModel
 from fedstride.world import Pace
 
@@ -35,6 +35,15 @@ def whole(name: str, value: Any, low: int = 1) -> int:
     if number < low:
         raise FedstrideError(f"{name} must be a whole number from {low}, not {value!r}")
     return number
+
+
+def real(name: str, value: Any, low: float = -float("inf")) -> float:
+    """A finite number from `low`."""
+    if not isinstance(value, numbers.Real) or not np.isfinite(float(value)) or value < low:
+        raise FedstrideError(
+            f"{name} must be a number{'' if low == -float('inf') else f' from {low:g}'}, not {value!r}"
+        )
+    return float(value)
 
 
 def rate(lr: Any, count: int) -> Callable[[int], Any]:
@@ -178,6 +187,24 @@ def check_batches(vector: VectorModel, clients: Clients, sampler: Sampler) -> No
         smallest = int(np.where(sizes % size, sizes % size, size).min()) if sampler.sampling == "shuffle" else size
     if smallest < 2:
         raise FedstrideError("the model has BatchNorm layers, but some batch would have one example; use GroupNorm")
+
+
+def augmentation(augment: Any, sampler: Sampler) -> Augment | None:
+    """An augmentation that can take the clients' mini-batches and keeps their shape and type."""
+    if augment is None:
+        return None
+    if not callable(augment):
+        raise FedstrideError(f"augment must be a function (inputs, keys), such as fs.data.crop_flip(), not {augment!r}")
+    if sampler.full:
+        raise FedstrideError("augment changes mini-batches, and batch_size=None asks for none; give a batch_size")
+    examples = sampler.clients.data(0)[0][None, :2]
+    try:
+        changed = augment(examples, torch.zeros(1, dtype=torch.int64, device=examples.device))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise FedstrideError(f"augment cannot take the clients' inputs: {str(error).splitlines()[0]}") from None
+    if not isinstance(changed, Tensor) or changed.shape != examples.shape or changed.dtype != examples.dtype:
+        raise FedstrideError("augment must return inputs of the shape and type it is given")
+    return augment
 
 
 def check_labels(clients: Clients, loss: LossFunction, outputs: Tensor) -> None:

@@ -1,5 +1,6 @@
 """`simulate`: a whole federated run in this process."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from fedstride.sampling import Jobs, Replay, Sampler
 from fedstride.schedule import Schedule, Sync
 from fedstride.simulator import Simulator
 from fedstride.timeline import Timeline
-from fedstride.train import Local, Work
+from fedstride.train import Augment, Local, Work
 from fedstride.vector import VectorModel
 from fedstride.world import Pace, World
 
@@ -48,6 +49,7 @@ def simulate(
     steps: Any = 10,
     batch_size: int | None = 10,
     sampling: str | Replay = "replacement",
+    augment: Augment | None = None,
     participation: Any = None,
     schedule: Schedule | None = None,
     world: World | None = None,
@@ -79,6 +81,7 @@ def simulate(
     steps: a number, one number a client, a rounds x clients table, or a rule from `fs.steps`.
     batch_size: None uses all local data in every step: exact gradients.
     sampling: "replacement", "shuffle" (passes over the local data), or a function (client, round, step) -> indices.
+    augment: changes the inputs of mini-batches (not of full gradients or tests), such as fs.data.crop_flip(padding=4).
     participation: a rule from `fs.participation`, or a list of cohorts, one a round.
     schedule: None (the method's own), fs.schedule.Sync(), .Deadline(seconds), which cuts the local steps of slow
         clients, or an asynchronous one: .Buffered(concurrency, size), .FirstArrivals(n), .SendBuffers(n).
@@ -117,6 +120,7 @@ def simulate(
         clients, who = clients.pooled(), participations.Full()
     clients = clients.to(target, dtype)
     sampler = Sampler(clients, batch_size, sampling)
+    local = dataclasses.replace(local, augment=inputs.augmentation(augment, sampler))
     pace = Pace(None if method.pooled else world, len(clients), seed)  # pooled data: no devices, nothing travels
     if method.pooled:
         schedule = Sync()
@@ -128,6 +132,8 @@ def simulate(
         named = dict(seed=seed, dtype=str(dtype), batch_size=batch_size, lr=lr, sampling=sampling, loss=loss)
         named |= dict(local=local, world=pace.identity, schedule=schedule, weights=weights or method.weights)
         named |= dict(timeline=timeline)
+        # An augmentation of ours is known by its options, any other function by its name.
+        named["augment"] = repr(augment) if dataclasses.is_dataclass(augment) else augment
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
         if backend == "auto":
             backend = store.setup.get("backend", backend)
