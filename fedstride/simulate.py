@@ -70,7 +70,7 @@ def simulate(
     timeline: bool = False,
     folder: str | os.PathLike | None = None,
     resume: bool = False,
-    progress: bool = False,
+    progress: bool | Callable[[dict[str, Any]], None] = False,
 ) -> Result:
     """Run a method on a fleet of clients and return the model and one row a round.
 
@@ -91,6 +91,7 @@ def simulate(
     test, every, metrics: evaluate the global model every so many rounds; train_loss adds the loss over all clients.
     chunk: clients trained together at most; None keeps their vectors under about 256 MiB (CPU), 16 GiB (GPU).
     timeline: record who trained when, from which version, and what the server did, in `result.timeline`.
+    progress: True shows the round and its numbers; a function is called with every row.
     folder, resume: rows and checkpoints go here; an interrupted run goes on with resume=True.
     """
     method = make(algorithm) if isinstance(algorithm, str) else algorithm
@@ -156,15 +157,17 @@ def simulate(
     setup = {"backend": oracle.name}
 
     def after(run: Run) -> None:
-        if progress:
-            _show(run.rows[-1], rounds)
         if store is not None:
             store.append(run)
             if store.due():
                 store.save(run, transport, setup)
+        if callable(progress):
+            progress(run.rows[-1])
+        elif progress:
+            _show(run.rows[-1], rounds)
 
     play(run, plan, transport, after)
-    if progress:
+    if progress is True:
         sys.stderr.write("\n")
     if store is not None:
         store.save(run, transport, setup)
