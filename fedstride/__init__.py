@@ -1,6 +1,19 @@
 """Federated optimisation in which every client keeps its own stride."""
 
-from fedstride import algorithms, availability, data, devices, links, losses, participation, partition, schedule, steps
+from fedstride import (
+    algorithms,
+    availability,
+    data,
+    devices,
+    links,
+    losses,
+    models,
+    participation,
+    partition,
+    schedule,
+    statistics,
+    steps,
+)
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
 from fedstride.results import Result, Target
@@ -20,10 +33,12 @@ __all__ = [
     "devices",
     "links",
     "losses",
+    "models",
     "participation",
     "partition",
     "schedule",
     "simulate",
     "smoothness",
+    "statistics",
     "steps",
 ]

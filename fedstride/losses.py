@@ -23,6 +23,7 @@ class Loss:
 
     each: LossFunction
     reduction: str = "mean"
+    labels: tuple[float, ...] = ()  # the only targets it makes sense for; (): any
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
@@ -41,12 +42,19 @@ def _half_square(outputs: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * (outputs - targets.view_as(outputs)).square().reshape(outputs.shape[0], -1).sum(1)
 
 
+def _half_squared_hinge(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 0.5 * (1 - targets * outputs.view_as(targets)).clamp(min=0).square()
+
+
 cross_entropy = Loss(_cross_entropy)
 """Softmax cross-entropy with integer targets, mean over the batch."""
 least_squares = Loss(_half_square)
 """Half the squared error, mean over the batch."""
 least_squares_sum = Loss(_half_square, "sum")
 """Half the squared error, summed: 1/2 ||A x - b||^2."""
+squared_hinge = Loss(_half_squared_hinge, labels=(-1, 1))
+"""Half the squared hinge, 1/2 max(0, 1 - y s)^2 for one score s and a label y of -1 or +1, mean over the batch: the
+loss of FedVeca's squared SVM, whose regulariser is the run's weight_decay."""
 
 
 def per_example(
@@ -63,6 +71,10 @@ def per_example(
     each: LossFunction
     if isinstance(loss, Loss):
         each = loss.each
+        if loss.labels:
+            known = torch.isin(all_targets.double(), all_targets.new_tensor(loss.labels, dtype=torch.float64))
+            for label in all_targets[~known][:1].tolist():
+                raise FedstrideError(f"the loss is for labels {loss.labels}, but a client has {label}")
     else:
         ignored = getattr(loss, "ignore_index", None)
         if ignored is not None and bool((all_targets == ignored).any()):

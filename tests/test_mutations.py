@@ -4,12 +4,14 @@ import conformance
 import numpy as np
 import pytest
 import torch
-from conformance import HALF, make
+from conformance import HALF, UNEVEN, make
 from problems import STEPS, Quadratics
+from test_asynchronous import test_fedbuff_and_fedasync_by_hand as check_by_hand
 
 import fedstride as fs
 from fedstride import checkpoint, train
 from fedstride.algorithms import FedAvg, Scaffold
+from fedstride.clock import Clock
 from fedstride.replies import Replies
 from fedstride.sampling import Sampler
 
@@ -62,8 +64,10 @@ def test_share_of_the_fleet_instead_of_fleet_weights(monkeypatch):
 
 
 def test_server_state_lost_on_resume(monkeypatch):
-    def only_the_model(skeleton, like, tensors, device):
-        return like._replace(x=tensors["state.0"])
+    restore = checkpoint.restore
+
+    def only_the_model(skeleton, tensors, device, like=None):
+        return like._replace(x=tensors["state.0"]) if like else restore(skeleton, tensors, device)
 
     monkeypatch.setattr(checkpoint, "restore", only_the_model)
     caught(conformance.check_resume, make("scaffold"))
@@ -127,3 +131,84 @@ def test_only_the_correction_rows_leak(monkeypatch):
 
     monkeypatch.setattr(train.Work, "descend", leaking)
     caught(conformance.check_exact, make("scaffold"))
+
+
+BUFFERED = dict(schedule=fs.schedule.Buffered(concurrency=4, size=2), world=UNEVEN, lr=0.1, rounds=500)
+
+
+def check_fedbuff_is_fedavg():
+    problem, settings = Quadratics(), dict(rounds=10, weights="data", steps=3, world=fs.World(devices=0.1))
+    buffered = problem.run(fs.algorithms.FedBuff(n=6), **settings)
+    torch.testing.assert_close(buffered.x, problem.run("fedavg", **settings).x, rtol=1e-12, atol=1e-12)
+
+
+def test_the_asynchronous_checks_pass_without_a_fault():
+    conformance.check_exact(make("scaffold"), **BUFFERED)
+    conformance.check_resume_anywhere(make("fedbuff"))
+    conformance.check_replay(make("fedbuff"))
+    check_fedbuff_is_fedavg()
+
+
+def test_dispatches_before_arrivals(monkeypatch):
+    push = Clock.push
+    monkeypatch.setattr(Clock, "push", lambda self, time, priority, *event: push(self, time, -priority, *event))
+    caught(check_fedbuff_is_fedavg)
+
+
+def test_every_job_starts_from_the_newest_model(monkeypatch):
+    train_ahead = Simulator._train_ahead
+
+    def newest(self, exchange, course, number):
+        self._messages = dict.fromkeys(self._messages, self._messages[course.version])
+        train_ahead(self, exchange, course, number)
+
+    monkeypatch.setattr(Simulator, "_train_ahead", newest)
+    caught(check_by_hand)
+
+
+def test_memories_written_back_after_the_next_job_was_trained(monkeypatch):
+    """Replies handed over only when the server acts: a client that is back at work by then has an old memory."""
+    late = []
+    keep = Simulator.keep
+
+    def delayed(self, answers, used):
+        late.append((answers, used))
+        if len(late) > 2:
+            keep(self, *late.pop(0))
+
+    monkeypatch.setattr(Simulator, "keep", delayed)
+    caught(conformance.check_exact, make("scaffold"), **BUFFERED)
+
+
+@pytest.mark.parametrize("part", ["contents", "messages"])
+def test_results_or_models_lost_on_resume(monkeypatch, part):
+    dump = Simulator.dump
+
+    def without(self):
+        stored = dump(self)
+        if part == "contents":
+            return stored | {"contents": ()}
+        return stored | {"messages": tuple((v, self._messages[max(self._messages)]) for v in self._messages)}
+
+    monkeypatch.setattr(Simulator, "dump", without)
+    with pytest.raises((AssertionError, KeyError)):  # the models of results that are lost are gone, too
+        conformance.check_resume_anywhere(make("fedbuff"), steps=3)
+
+
+def test_the_clock_starts_again_on_resume(monkeypatch):
+    load = Clock.load
+    monkeypatch.setattr(Clock, "load", lambda self, stored: load(self, stored | {"now": 0.0}))
+    caught(conformance.check_resume_anywhere, make("dlsgd-homo"))
+
+
+def test_a_discount_normalised_away(monkeypatch):
+    mean = Replies.mean
+    monkeypatch.setattr(Replies, "mean", lambda self, field: mean(self, field) / float(self.discount))
+
+    def check():
+        problem, settings = Quadratics(), dict(rounds=20, world=UNEVEN, steps=2)
+        one = problem.run(fs.algorithms.FedBuff(n=1, staleness="polynomial", exponent=2.0), **settings)
+        two = problem.run(fs.algorithms.FedBuff(n=1), **settings)
+        assert not torch.allclose(one.x, two.x)
+
+    caught(check)
