@@ -42,7 +42,10 @@ from fedstride.results import Result, Target
 from fedstride.simulate import simulate
 from fedstride.world import Pace, World
 
-FLEETS = {"least-squares": data.least_squares, "synthetic": data.synthetic}  # born partitioned
+FLEETS: dict[str, Callable[..., Any]] = {
+    "least-squares": data.least_squares,
+    "synthetic": data.synthetic,
+}  # born partitioned
 AUTOMATIC = ("dataset", "seed", "inputs", "classes")  # filled in from the rest of the experiment, unless given
 
 
@@ -54,7 +57,7 @@ def _top5(outputs: torch.Tensor, targets: torch.Tensor) -> float:
 CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
     "data": {**{name: data.load for name in data.files.NAMES}, **FLEETS},
     "partition": {
-        kind.__name__: kind  # type: ignore[attr-defined]
+        kind.__name__: kind
         for kind in (
             partition.iid, partition.dirichlet, partition.classes, partition.shards, partition.fedveca,
             partition.quantity,

@@ -10,6 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,18 +102,20 @@ class Study:
         done: Callable[[Planned, Run], None] = lambda plan, run: None,
     ) -> dict[str, list[Run]]:
         """Run what is not there yet; `watch` sees every row as it comes, `done` every run. Returns runs by label."""
-        root, results = Path(folder), {plan.label: [] for plan in self.plans}  # type: dict[str, list[Run]]
+        root = Path(folder)
+        results: dict[str, list[Run]] = {plan.label: [] for plan in self.plans}
         states = [_state(root / plan.folder, plan.experiment) for plan in self.plans]
         for plan, state in zip(self.plans, states):
             if state == "unfinished" and not resume:
                 raise FedstrideError(
                     f"{root / plan.folder} holds an unfinished run; go on with resume, or choose another"
                 )
-        prepared = {}
+        seen = set()
         for plan in self.plans:  # mistakes come out before the first run
             key = json.dumps(plan.experiment.dump() | {"seed": 0})
-            if key not in prepared and not prepared.setdefault(key, False):
+            if key not in seen:
                 plan.experiment.prepare()
+            seen.add(key)
         _write(root / "study.toml", tomli_w.dumps(self.dump()))
         for plan, state in zip(self.plans, states):
             path = root / plan.folder
@@ -121,7 +124,7 @@ class Study:
                 ready = plan.experiment.prepare()
                 result = simulate(
                     ready.method, ready.model, ready.clients, folder=path, resume=True,
-                    progress=lambda row, plan=plan: watch(plan, row), **ready.settings,
+                    progress=partial(watch, plan), **ready.settings,
                 )  # fmt: skip
                 _write(path / "clients.json", json.dumps(facts(result, ready)))
             run = read_run(path, plan.experiment.seed)
