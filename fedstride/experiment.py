@@ -182,6 +182,7 @@ class Experiment(BaseModel):
     loss: _choice("loss") | None = None  # type: ignore[valid-type]  # None: by the kind of targets
     method: _choice("method") = Choice(name="fedavg")  # type: ignore[valid-type]
     rounds: int = Field(20, ge=1)
+    seconds: float | None = Field(None, gt=0)
     lr: float | tuple[float, ...] = 0.1
     steps: int | tuple[int, ...] | _choice("steps") = 10  # type: ignore[valid-type]
     batch_size: int | Literal["all"] = 10
@@ -253,6 +254,7 @@ class Experiment(BaseModel):
             inputs.check_schedule(method, plan, resolved, count, self.rounds, remembers)
             inputs.check_time(method, world, plan, Pace(world, count, self.seed))
             inputs.rate(self.lr, count)
+        inputs.budget(self.seconds, world)
         inputs.local(method, self.momentum, self.weight_decay, self.clip)
         inputs.device(self.device)
         clients, test, classes = self.fleet()
@@ -262,7 +264,8 @@ class Experiment(BaseModel):
             CHOICES["loss"][self.loss.name] if self.loss else losses.cross_entropy if classes else losses.least_squares
         )
         settings = dict(
-            loss=loss, rounds=self.rounds, lr=self.lr, steps=rule, sampling=self.sampling, world=world, test=test,
+            loss=loss, rounds=self.rounds, seconds=self.seconds, lr=self.lr, steps=rule, sampling=self.sampling,
+            world=world, test=test,
             batch_size=None if self.batch_size == "all" else self.batch_size, weights=self.weights, stop=stop,
             momentum=self.momentum, weight_decay=self.weight_decay, clip=self.clip, every=self.every, seed=self.seed,
             metrics={choice.name: CHOICES["metrics"][choice.name] for choice in self.metrics} if test else None,

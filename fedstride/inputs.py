@@ -63,6 +63,17 @@ def rate(lr: Any, count: int) -> Callable[[int], Any]:
     return lambda round: rates
 
 
+def budget(seconds: Any, world: Any) -> float:
+    """How many virtual seconds a run may take."""
+    if seconds is None:
+        return float("inf")
+    if world is None:
+        raise FedstrideError("seconds need a world in which work takes time, such as fs.World(devices=0.01)")
+    if real("seconds", seconds) <= 0:
+        raise FedstrideError(f"seconds must be positive, not {seconds!r}")
+    return float(seconds)
+
+
 def device(name: Any) -> torch.device:
     """The device to run on; `auto` is a GPU where torch sees one."""
     if name == "auto":
@@ -114,7 +125,10 @@ def participation(method: Algorithm, given: Any, schedule: Any) -> participation
         )
     if given is not None and schedule.participation is not None:
         raise FedstrideError("participation is given twice: in the schedule and on its own; give one of them")
-    return participations.resolve(given if schedule.participation is None else schedule.participation)
+    who = participations.resolve(given if schedule.participation is None else schedule.participation)
+    if method.full_only and not who.everyone:
+        raise FedstrideError(f"{method.name} needs every client in every round; use participation=None, not {who}")
+    return who
 
 
 def check_schedule(

@@ -45,6 +45,7 @@ def simulate(
     *,
     loss: LossFunction = cross_entropy,
     rounds: int = 100,
+    seconds: float | None = None,
     lr: float | Sequence[float] | Callable[[int], Any] = 0.05,
     steps: Any = 10,
     batch_size: int | None = 10,
@@ -77,6 +78,7 @@ def simulate(
     algorithm: an instance such as `fs.algorithms.Scaffold(server_lr=1.0)`, or a registry name.
     model: any module; its weights are the starting point, frozen parameters stay frozen and are shared.
     loss: a callable (outputs, targets) -> scalar.
+    rounds, seconds: the run ends after so many rounds, or with the first that ends after so many virtual seconds.
     lr: a number, one number a client, or a function of the round (counted from 1) that gives either.
     steps: a number, one number a client, a rounds x clients table, or a rule from `fs.steps`.
     batch_size: None uses all local data in every step: exact gradients.
@@ -110,8 +112,6 @@ def simulate(
     stop = inputs.goal(stop, test, train_loss)
     schedule = method.schedule if schedule is None else schedule
     who, rule = inputs.participation(method, participation, schedule), step_rules.resolve(steps)
-    if method.full_only and not who.everyone:
-        raise FedstrideError(f"{method.name} needs every client in every round; use participation=None, not {who}")
     who.check(len(clients), rounds)
     rule.check(len(clients), rounds)
     rate = inputs.rate(lr, 1 if method.pooled else len(clients))
@@ -144,7 +144,8 @@ def simulate(
     rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
 
     evaluate = Evaluation(oracle.model, loss, test, metrics, (clients, fleet.weights) if train_loss else None)
-    plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, stop, schedule)
+    limits = (stop, schedule, inputs.budget(seconds, world))
+    plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, *limits)
     job = partial(single_job, plan)
     transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, pace, schedule, job)
     run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline() if timeline else None)

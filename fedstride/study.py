@@ -39,23 +39,34 @@ class Planned(NamedTuple):
         return f"{self.label}, seed {self.experiment.seed}"
 
 
+class Entry(NamedTuple):
+    """A method of a study: what it is called, and what else is different for it."""
+
+    label: str
+    changes: dict[str, Any]  # field -> value, the method itself among them
+
+
 class Study:
-    """An experiment, the methods to compare, the seeds, and a grid {field: values}."""
+    """An experiment, the methods to compare, the seeds, and a grid {field: values}.
+
+    A method is a name, or a table with a name and options. Beside these the table may have `set`, fields of the
+    experiment that are different for this method (its own lr, its own schedule), and `label`, what to call it.
+    """
 
     def __init__(
         self,
         experiment: Experiment | dict[str, Any] | None = None,
         methods: Any = None,
-        seeds: Any = 1,
+        seeds: Any = None,
         grid: dict[str, list[Any]] | None = None,
     ):
         base = experiment.dump() if isinstance(experiment, Experiment) else dict(experiment or {})
         self.base = Experiment.parse(base)
-        self.seeds = _seeds(seeds)
-        methods = [self.base.method] if methods is None else methods
+        self.seeds = [self.base.seed] if seeds is None else _seeds(seeds)
+        methods = [self.base.method.model_dump()] if methods is None else methods
         if not isinstance(methods, (list, tuple)) or not methods:
             raise FedstrideError(f"methods must be a list of names or tables with a name, not {methods!r}")
-        self.methods = [Experiment.parse({"method": _dumped(method)}).method for method in methods]
+        self.methods = methods
         self.grid = {} if grid is None else grid
         if not isinstance(self.grid, dict) or not all(isinstance(v, (list, tuple)) and v for v in self.grid.values()):
             raise FedstrideError(f"grid must give every field a list of values, such as lr = [0.01, 0.1], not {grid!r}")
@@ -80,15 +91,19 @@ class Study:
 
     def dump(self) -> dict[str, Any]:
         """A nested dict that `parse` reads."""
-        whole = self.base.dump() | {"seeds": self.seeds, "methods": [_dumped(method) for method in self.methods]}
-        return whole | ({"grid": self.grid} if self.grid else {})
+        fields = {key: value for key, value in self.base.dump().items() if key not in ("seed", "method")}
+        fields |= {"seeds": self.seeds, "methods": list(self.methods)}
+        return fields | ({"grid": self.grid} if self.grid else {})
 
     def _plans(self) -> Iterator[Planned]:
         for method, *values in itertools.product(self.methods, *self.grid.values()):
-            description = self.base.dump() | {"method": _dumped(method)}
-            for path, value in zip(self.grid, values):
+            entry, point = _entry(method), dict(zip(self.grid, values))
+            description = self.base.dump()
+            for path, value in (entry.changes | point).items():
                 description = override(description, path, value)
-            label = " ".join([str(method), *(f"{path}={value}" for path, value in zip(self.grid, values))])
+            label = entry.label or str(Experiment.parse(description).method)
+            rest = [f"{path}={value}" for path, value in point.items() if not path.startswith("method")]
+            label = " ".join([label, *rest])
             for seed in self.seeds:
                 experiment = Experiment.parse(description | {"seed": seed})
                 folder = Path(re.sub(r"[^\w.=+, -]", "_", label)) / f"seed-{seed}"
@@ -200,7 +215,10 @@ def _state(path: Path, experiment: Experiment) -> str:
         raise FedstrideError(f"{path} holds {stored['rounds']} rounds, more than the {mine['rounds']} asked for")
     try:
         run = json.loads((path / "run.json").read_text())["run"]
-        over = run["status"] in ("stopped", "diverged") or run["round"] >= mine["rounds"]
+        over = run["status"] in ("stopped", "diverged") or (
+            run["status"] == "finished"
+            and (run["round"] >= mine["rounds"] or run["seconds"] >= mine.get("seconds", float("inf")))
+        )
     except FileNotFoundError:
         over = False
     except (OSError, ValueError, KeyError, TypeError):
@@ -216,8 +234,16 @@ def _write(path: Path, text: str) -> None:
         raise FedstrideError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _dumped(method: Any) -> Any:
-    return method.model_dump() if isinstance(method, Choice) else method
+def _entry(method: Any) -> Entry:
+    if isinstance(method, Choice):
+        method = method.model_dump()
+    if not isinstance(method, dict):
+        return Entry("", {"method": method})
+    options = {key: value for key, value in method.items() if key not in ("set", "label")}
+    changes, label = method.get("set", {}), method.get("label", "")
+    if not isinstance(changes, dict) or not isinstance(label, str):
+        raise FedstrideError(f"in methods, set must be a table of fields and label a text, not {changes!r}, {label!r}")
+    return Entry(label, {"method": options} | changes)
 
 
 def _seeds(value: Any) -> list[int]:
