@@ -134,7 +134,7 @@ def version() -> None:
 def _description(items: list[str] | None, seeds: str | None) -> dict[str, Any]:
     """Files first, then settings, in the order given."""
     description: dict[str, Any] = {}
-    defaults = Experiment().dump()
+    defaults = Experiment.parse({}).dump()
     for item in items or []:
         if "=" in item and not Path(item).exists():
             path, value = parse_override(item)
