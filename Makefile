@@ -12,8 +12,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
-demo: .venv/installed  ## compare methods on clients with skewed data and unequal steps
-	$(BIN)/python examples/compare.py
+demo: .venv/installed  ## compare eleven methods on clients with skewed data, unequal steps and speeds; writes a report
+	$(BIN)/fedstride compare examples/demo.toml --out runs/demo --resume
 
 test: .venv/installed  ## the tests that take a few minutes
 	$(BIN)/python -m pytest --numprocesses 2

@@ -11,7 +11,8 @@ import json
 import os
 import time
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -180,11 +181,22 @@ class Folder:
         parts = {name: restore(part, tensors, device) for name, part in stored["transport"].items()}
         transport.load(parts, run.seconds)
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full disk or a folder that went away ends the run with a sentence; what is on disk stays."""
+        try:
+            yield
+        except OSError as error:
+            raise FedstrideError(
+                f"cannot write to the folder {self.path}: {error.strerror}; the rows up to the last checkpoint are kept"
+            ) from None
+
     def append(self, run: Run) -> None:
         """Add what the last round brought to the tables on disk."""
-        self._rows.append(run.rows[-1:])
-        if run.timeline is not None:
-            self._timeline.append(run.timeline.news())
+        with self._writing():
+            self._rows.append(run.rows[-1:])
+            if run.timeline is not None:
+                self._timeline.append(run.timeline.news())
 
     def due(self) -> bool:
         """Whether it is time for a checkpoint."""
@@ -207,15 +219,16 @@ class Folder:
             "clients": clients, "tensors": name, "tensors_sha256": hashlib.sha256(data).hexdigest(),
         }  # fmt: skip
         body = json.loads(json.dumps(body))
-        self._rows.sync()  # the rows this checkpoint counts on
-        if run.timeline is not None:
-            self._timeline.sync()
-        write_whole(self.path / name, data)
-        checksum = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-        write_whole(self.path / "run.json", json.dumps({"run": body, "sha256": checksum}).encode())
-        for old in self.path.glob("tensors-*.safetensors"):
-            if old.name != name:
-                old.unlink()
+        with self._writing():
+            self._rows.sync()  # the rows this checkpoint counts on
+            if run.timeline is not None:
+                self._timeline.sync()
+            write_whole(self.path / name, data)
+            checksum = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+            write_whole(self.path / "run.json", json.dumps({"run": body, "sha256": checksum}).encode())
+            for old in self.path.glob("tensors-*.safetensors"):
+                if old.name != name:
+                    old.unlink()
         self._saved_at = time.monotonic()
         self._cost = self._saved_at - start
 

@@ -75,6 +75,7 @@ class Plan:
     evaluate: Callable[[Tensor], dict]
     stop: Callable[[dict], bool] | None = None
     schedule: Schedule = Sync()
+    seconds: float = float("inf")  # no round begins after so many
 
     @property
     def deadline(self) -> Deadline | None:
@@ -102,7 +103,7 @@ def play(run: Run, plan: Plan, transport: Transport, after: Callable[[Run], None
         insisting = tuple(exchange._replace(insist=True) for exchange in algorithm.prologue)
         _round(run, plan, transport, everyone, Full(), insisting, 0)
         after(run)
-    while run.status == "running" and run.round < plan.rounds:
+    while run.status == "running" and run.round < plan.rounds and run.seconds < plan.seconds:
         number, cohort = run.round + 1, None
         if not plan.schedule.asynchronous:
             cohort = plan.participation.draw(generator(plan.seed, "cohort", number), weights, number)
@@ -138,7 +139,7 @@ def _round(
         run.timeline.add_gone(transport.gone())
         if number:
             run.timeline.add_update(number, run.seconds, transport.sent - sent)
-    if run.status != "diverged" and (number % plan.every == 0 or number == plan.rounds):
+    if run.status != "diverged" and (number % plan.every == 0 or number == plan.rounds or run.seconds >= plan.seconds):
         row |= plan.evaluate(plan.algorithm.model(run.state))
     run.rows.append(row)
     if run.status == "running" and plan.stop is not None and plan.stop(row):

@@ -21,7 +21,7 @@ from fedstride.losses import Loss, LossFunction, cross_entropy
 from fedstride.results import Target
 from fedstride.sampling import Sampler
 from fedstride.schedule import Deadline, Schedule
-from fedstride.train import Local
+from fedstride.train import Augment, Local
 from fedstride.vector import VectorModel
 from fedstride.world import Pace
 
@@ -35,6 +35,15 @@ def whole(name: str, value: Any, low: int = 1) -> int:
     if number < low:
         raise FedstrideError(f"{name} must be a whole number from {low}, not {value!r}")
     return number
+
+
+def real(name: str, value: Any, low: float = -float("inf")) -> float:
+    """A finite number from `low`."""
+    if not isinstance(value, numbers.Real) or not np.isfinite(float(value)) or value < low:
+        raise FedstrideError(
+            f"{name} must be a number{'' if low == -float('inf') else f' from {low:g}'}, not {value!r}"
+        )
+    return float(value)
 
 
 def rate(lr: Any, count: int) -> Callable[[int], Any]:
@@ -52,6 +61,17 @@ def rate(lr: Any, count: int) -> Callable[[int], Any]:
     if not np.isfinite(rates).all() or (rates <= 0).any():
         raise FedstrideError(f"lr must be positive, not {lr!r}")
     return lambda round: rates
+
+
+def budget(seconds: Any, world: Any) -> float:
+    """How many virtual seconds a run may take."""
+    if seconds is None:
+        return float("inf")
+    if world is None:
+        raise FedstrideError("seconds need a world in which work takes time, such as fs.World(devices=0.01)")
+    if real("seconds", seconds) <= 0:
+        raise FedstrideError(f"seconds must be positive, not {seconds!r}")
+    return float(seconds)
 
 
 def device(name: Any) -> torch.device:
@@ -105,7 +125,10 @@ def participation(method: Algorithm, given: Any, schedule: Any) -> participation
         )
     if given is not None and schedule.participation is not None:
         raise FedstrideError("participation is given twice: in the schedule and on its own; give one of them")
-    return participations.resolve(given if schedule.participation is None else schedule.participation)
+    who = participations.resolve(given if schedule.participation is None else schedule.participation)
+    if method.full_only and not who.everyone:
+        raise FedstrideError(f"{method.name} needs every client in every round; use participation=None, not {who}")
+    return who
 
 
 def check_schedule(
@@ -178,6 +201,24 @@ def check_batches(vector: VectorModel, clients: Clients, sampler: Sampler) -> No
         smallest = int(np.where(sizes % size, sizes % size, size).min()) if sampler.sampling == "shuffle" else size
     if smallest < 2:
         raise FedstrideError("the model has BatchNorm layers, but some batch would have one example; use GroupNorm")
+
+
+def augmentation(augment: Any, sampler: Sampler) -> Augment | None:
+    """An augmentation that can take the clients' mini-batches and keeps their shape and type."""
+    if augment is None:
+        return None
+    if not callable(augment):
+        raise FedstrideError(f"augment must be a function (inputs, keys), such as fs.data.crop_flip(), not {augment!r}")
+    if sampler.full:
+        raise FedstrideError("augment changes mini-batches, and batch_size=None asks for none; give a batch_size")
+    examples = sampler.clients.data(0)[0][None, :2]
+    try:
+        changed = augment(examples, torch.zeros(1, dtype=torch.int64, device=examples.device))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise FedstrideError(f"augment cannot take the clients' inputs: {str(error).splitlines()[0]}") from None
+    if not isinstance(changed, Tensor) or changed.shape != examples.shape or changed.dtype != examples.dtype:
+        raise FedstrideError("augment must return inputs of the shape and type it is given")
+    return augment
 
 
 def check_labels(clients: Clients, loss: LossFunction, outputs: Tensor) -> None:

@@ -1,5 +1,6 @@
 """`simulate`: a whole federated run in this process."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from fedstride.sampling import Jobs, Replay, Sampler
 from fedstride.schedule import Schedule, Sync
 from fedstride.simulator import Simulator
 from fedstride.timeline import Timeline
-from fedstride.train import Local, Work
+from fedstride.train import Augment, Local, Work
 from fedstride.vector import VectorModel
 from fedstride.world import Pace, World
 
@@ -44,10 +45,12 @@ def simulate(
     *,
     loss: LossFunction = cross_entropy,
     rounds: int = 100,
+    seconds: float | None = None,
     lr: float | Sequence[float] | Callable[[int], Any] = 0.05,
     steps: Any = 10,
     batch_size: int | None = 10,
     sampling: str | Replay = "replacement",
+    augment: Augment | None = None,
     participation: Any = None,
     schedule: Schedule | None = None,
     world: World | None = None,
@@ -68,17 +71,19 @@ def simulate(
     timeline: bool = False,
     folder: str | os.PathLike | None = None,
     resume: bool = False,
-    progress: bool = False,
+    progress: bool | Callable[[dict[str, Any]], None] = False,
 ) -> Result:
     """Run a method on a fleet of clients and return the model and one row a round.
 
     algorithm: an instance such as `fs.algorithms.Scaffold(server_lr=1.0)`, or a registry name.
     model: any module; its weights are the starting point, frozen parameters stay frozen and are shared.
     loss: a callable (outputs, targets) -> scalar.
+    rounds, seconds: the run ends after so many rounds, or with the first that ends after so many virtual seconds.
     lr: a number, one number a client, or a function of the round (counted from 1) that gives either.
     steps: a number, one number a client, a rounds x clients table, or a rule from `fs.steps`.
     batch_size: None uses all local data in every step: exact gradients.
     sampling: "replacement", "shuffle" (passes over the local data), or a function (client, round, step) -> indices.
+    augment: changes the inputs of mini-batches (not of full gradients or tests), such as fs.data.crop_flip(padding=4).
     participation: a rule from `fs.participation`, or a list of cohorts, one a round.
     schedule: None (the method's own), fs.schedule.Sync(), .Deadline(seconds), which cuts the local steps of slow
         clients, or an asynchronous one: .Buffered(concurrency, size), .FirstArrivals(n), .SendBuffers(n).
@@ -88,6 +93,7 @@ def simulate(
     test, every, metrics: evaluate the global model every so many rounds; train_loss adds the loss over all clients.
     chunk: clients trained together at most; None keeps their vectors under about 256 MiB (CPU), 16 GiB (GPU).
     timeline: record who trained when, from which version, and what the server did, in `result.timeline`.
+    progress: True shows the round and its numbers; a function is called with every row.
     folder, resume: rows and checkpoints go here; an interrupted run goes on with resume=True.
     """
     method = make(algorithm) if isinstance(algorithm, str) else algorithm
@@ -106,8 +112,6 @@ def simulate(
     stop = inputs.goal(stop, test, train_loss)
     schedule = method.schedule if schedule is None else schedule
     who, rule = inputs.participation(method, participation, schedule), step_rules.resolve(steps)
-    if method.full_only and not who.everyone:
-        raise FedstrideError(f"{method.name} needs every client in every round; use participation=None, not {who}")
     who.check(len(clients), rounds)
     rule.check(len(clients), rounds)
     rate = inputs.rate(lr, 1 if method.pooled else len(clients))
@@ -117,6 +121,7 @@ def simulate(
         clients, who = clients.pooled(), participations.Full()
     clients = clients.to(target, dtype)
     sampler = Sampler(clients, batch_size, sampling)
+    local = dataclasses.replace(local, augment=inputs.augmentation(augment, sampler))
     pace = Pace(None if method.pooled else world, len(clients), seed)  # pooled data: no devices, nothing travels
     if method.pooled:
         schedule = Sync()
@@ -128,6 +133,8 @@ def simulate(
         named = dict(seed=seed, dtype=str(dtype), batch_size=batch_size, lr=lr, sampling=sampling, loss=loss)
         named |= dict(local=local, world=pace.identity, schedule=schedule, weights=weights or method.weights)
         named |= dict(timeline=timeline)
+        # An augmentation of ours is known by its options, any other function by its name.
+        named["augment"] = repr(augment) if dataclasses.is_dataclass(augment) else augment
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
         if backend == "auto":
             backend = store.setup.get("backend", backend)
@@ -137,7 +144,8 @@ def simulate(
     rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
 
     evaluate = Evaluation(oracle.model, loss, test, metrics, (clients, fleet.weights) if train_loss else None)
-    plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, stop, schedule)
+    limits = (stop, schedule, inputs.budget(seconds, world))
+    plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, *limits)
     job = partial(single_job, plan)
     transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, pace, schedule, job)
     run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline() if timeline else None)
@@ -150,15 +158,17 @@ def simulate(
     setup = {"backend": oracle.name}
 
     def after(run: Run) -> None:
-        if progress:
-            _show(run.rows[-1], rounds)
         if store is not None:
             store.append(run)
             if store.due():
                 store.save(run, transport, setup)
+        if callable(progress):
+            progress(run.rows[-1])
+        elif progress:
+            _show(run.rows[-1], rounds)
 
     play(run, plan, transport, after)
-    if progress:
+    if progress is True:
         sys.stderr.write("\n")
     if store is not None:
         store.save(run, transport, setup)

@@ -5,7 +5,7 @@ prefix shrinks as they finish: nobody waits and no gradient is wasted.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ ELEMENTS = 1 << 24  # numbers of input data one oracle call may hold: 64 MiB in 
 ROW = 1 << 17  # the same for one client, where the cut must not depend on how many clients there are
 GATHER = 1 << 18  # numbers of input data gathered ahead for later steps: more would fall out of the cache
 FULL_PASS = 1 << 40  # key offset of full-gradient passes, far from any mini-batch step
+AUGMENT = 1 << 41  # key offset of the augmentation of mini-batches
+
+Augment = Callable[[Tensor, Tensor], Tensor]  # (inputs [C, B, ...], keys [C]) -> inputs
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Local:
     momentum: float = 0.0  # v <- momentum v + direction; y <- y - lr v; starts at zero in every job
     weight_decay: float = 0.0  # adds weight_decay * y to every gradient
     clip: float | None = None  # scales the gradients of local steps down to this norm
+    augment: Augment | None = field(default=None, repr=False, compare=False)  # changes the inputs of mini-batches
 
 
 def _slice(tree: Any, rows: slice, whole: int) -> Any:
@@ -248,6 +252,7 @@ class Work:
         if batch is not None:
             if count < len(batch.inputs):
                 batch = Batch(*(None if part is None else part[:count] for part in batch))  # type: ignore[arg-type]
+            batch = self._augmented(batch, keys, counter)
             return function(*operands, batch if key is None else batch._replace(key=key))
         # The loss must see whole, unpadded batches: clients with equal counts go together.
         assert isinstance(piece, Indices) and piece.counts is not None
@@ -256,10 +261,18 @@ class Work:
             mine = torch.as_tensor(np.flatnonzero(counts == size), device=keys.device)
             batch = self._gather(Indices(piece.rows[mine, :size]))
             assert batch is not None
+            batch = self._augmented(batch, keys[mine], counter)
             own_key = None if key is None else key[mine]
             results.append((mine, function(*(a[mine] for a in operands), batch._replace(key=own_key))))
         order = torch.cat([mine for mine, _ in results]).argsort()
         return tuple(torch.cat(parts)[order] for parts in zip(*(values for _, values in results)))
+
+    def _augmented(self, batch: Batch, keys: Tensor, counter: int) -> Batch:
+        """A mini-batch with its inputs augmented, if the run asks for it; passes over all data stay as they are."""
+        augment = self._local.augment
+        if augment is None or counter >= FULL_PASS:
+            return batch
+        return batch._replace(inputs=augment(batch.inputs, fold(keys[: len(batch.inputs)], AUGMENT + counter)))
 
     def _gather(self, indices: Indices) -> Batch | None:
         """The examples themselves; padding gets weight zero; None if they are ragged and must not be padded."""

@@ -1,0 +1,303 @@
+"""The command line: run, compare, sweep, report, list, bench.
+
+Exit codes: 0 done, 2 bad input, 3 every run diverged, 130 Ctrl-C.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedstride import __version__, statistics
+from fedstride.errors import FedstrideError
+from fedstride.experiment import CHOICES, Experiment, read_toml, unknown
+from fedstride.results import Target
+from fedstride.statistics import Run
+from fedstride.study import Planned, Study, override, parse_override
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+err = Console(stderr=True, highlight=False)
+
+Items = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[FILE.toml] [KEY=VALUE]...", help="A description, and fields to change: lr=0.05 method.mu=1"
+    ),
+]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the results; runs that are there stay.")]
+Seeds = Annotated[str | None, typer.Option(help="How many seeds, or which: 3, or 0,5,7")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with unfinished runs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Track = Annotated[str | None, typer.Option(help="Also write to tensorboard or mlflow.")]
+
+
+@app.command()
+def run(
+    items: Items = None, out: Out = None, seeds: Seeds = None, resume: Resume = False, json_: Json = False,
+    track: Track = None,
+) -> None:  # fmt: skip
+    """Run one experiment, on one seed or several."""
+    _exit(_study(_description(items, seeds), "run", items, out, resume, json_, track)[1])
+
+
+@app.command()
+def compare(
+    items: Items = None,
+    methods: Annotated[
+        str | None, typer.Option("--methods", "-m", help="Names, with options if need be: fedavg,fedprox:mu=0.1")
+    ] = None,
+    out: Out = None, seeds: Seeds = None, resume: Resume = False, json_: Json = False, track: Track = None,
+) -> None:  # fmt: skip
+    """Compare methods on the same clients, batches, starting weights and world, seed by seed, and write a report."""
+    description = _description(items, seeds)
+    if methods is not None:
+        description["methods"] = [_method(text) for text in methods.split(",")]
+    if len(description.get("methods", [])) < 2:
+        raise FedstrideError("compare needs at least two methods, such as --methods fedavg,scaffold")
+    folder, results = _study(description, "compare", items, out, resume, json_, track)
+    _report(folder, None, quiet=json_)
+    _exit(results)
+
+
+@app.command()
+def sweep(
+    items: Items = None,
+    over: Annotated[
+        list[str] | None, typer.Option("--over", help="A field and its values: lr=0.01,0.1. Several make a grid.")
+    ] = None,
+    by: Annotated[str, typer.Option(help="The metric that decides which point is best.")] = "accuracy",
+    out: Out = None, seeds: Seeds = None, resume: Resume = False, json_: Json = False, track: Track = None,
+) -> None:  # fmt: skip
+    """Try every point of a grid over any fields and name the best by a metric."""
+    description = _description(items, seeds)
+    for text in over or []:
+        path, values = text.partition("=")[::2]
+        description.setdefault("grid", {})[path] = [parse_override(f"v={value}")[1] for value in values.split(",")]
+    if not description.get("grid"):
+        raise FedstrideError("sweep needs a grid, such as --over lr=0.01,0.1")
+    _exit(_study(description, "sweep", items, out, resume, json_, track, by)[1])
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="A folder that run, compare or sweep has written.")],
+    target: Annotated[float | None, typer.Option(help="The accuracy to count rounds, seconds and bytes to.")] = None,
+) -> None:
+    """Write one HTML page with tables and figures, the figures as PNG and SVG, and a table of all rows."""
+    _report(folder, target)
+
+
+@app.command("list")
+def list_(what: Annotated[str | None, typer.Argument(help=f"One of {', '.join(CHOICES)}.")] = None) -> None:
+    """What can be chosen: methods, data, partitions, models, schedules, ..."""
+    if what is not None and what.rstrip("s") not in CHOICES and what not in CHOICES:
+        raise FedstrideError(unknown("list", what, list(CHOICES)))
+    console = Console(highlight=False)
+    for slot, choices in CHOICES.items():
+        if what is not None and slot not in (what, what.rstrip("s")):
+            continue
+        table = Table("name", "", title=slot, title_justify="left", box=None, show_header=False)
+        for name, kind in sorted(choices.items()):
+            text = (kind.__doc__ or "").strip().splitlines() if callable(kind) else []
+            table.add_row(name, text[0] if text and slot not in ("data", "loss") else "")
+        console.print(table)
+
+
+@app.command()
+def bench(json_: Json = False) -> None:
+    """Client-steps per second on this machine, by model and backend."""
+    from fedstride.bench import measure
+
+    rows = list(measure())
+    if json_:
+        typer.echo(json.dumps(rows))
+        return
+    table = Table("model", "clients", "backend", "client-steps/s", box=None)
+    for row in rows:
+        table.add_row(row["model"], str(row["clients"]), row["backend"], f"{row['rate']:,.0f}")
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def version() -> None:
+    """The version of fedstride."""
+    typer.echo(__version__)
+
+
+def _description(items: list[str] | None, seeds: str | None) -> dict[str, Any]:
+    """Files first, then settings, in the order given."""
+    description: dict[str, Any] = {}
+    defaults = Experiment.parse({}).dump()
+    for item in items or []:
+        if "=" in item and not Path(item).exists():
+            path, value = parse_override(item)
+            head, dot, _ = path.partition(".")
+            if dot and head not in description and head in defaults:
+                description[head] = defaults[head]  # partition.clients=5 changes the default partition
+            description = override(description, path, value)
+        elif item.endswith(".toml") or Path(item).exists():
+            description |= read_toml(item)
+        else:
+            parse_override(item)  # says what is wrong with it
+    if seeds is not None:
+        values = parse_override(f"seeds=[{seeds}]")[1]
+        if not isinstance(values, list):
+            raise FedstrideError(f"seeds must be a number or a list such as 0,5,7, not {seeds!r}")
+        description["seeds"] = values[0] if len(values) == 1 else values
+    return description
+
+
+def _method(text: str) -> dict[str, Any]:
+    """`fedprox:mu=0.1:...` as a name and options."""
+    name, *options = text.strip().split(":")
+    return {"name": name, **dict(parse_override(option) for option in options)}
+
+
+def _study(
+    description: dict[str, Any], command: str, items: list[str] | None, out: Path | None, resume: bool, json_: bool,
+    track: str | None, by: str = "accuracy",
+) -> tuple[Path, dict[str, list[Run]]]:  # fmt: skip
+    """Run a study, show it, and return its folder and results."""
+    from fedstride.track import tracker
+
+    study = Study.parse(description)
+    stem = next((Path(item).stem for item in items or [] if item.endswith(".toml")), study.base.data.name)
+    folder = out or Path("runs") / f"{command}-{stem}"
+    with _live(study, json_) as (watch, done), tracker(track, folder) as follow:
+
+        def both(plan: Planned, row: dict[str, Any]) -> None:
+            watch(plan, row)
+            follow(plan, row)
+
+        try:
+            results = study.play(folder, resume, both, done)
+        except KeyboardInterrupt:
+            err.print("interrupted; the same command with --resume goes on from the last checkpoint")
+            raise typer.Exit(130) from None
+    if json_:
+        typer.echo(json.dumps({"folder": str(folder), "runs": _summary(results)}))
+    else:
+        _print(results, by if command == "sweep" else None, folder)
+    return folder, results
+
+
+def _exit(results: dict[str, list[Run]]) -> None:
+    if all(run.status == "diverged" for runs in results.values() for run in runs):
+        raise typer.Exit(3)
+
+
+@contextmanager
+def _live(study: Study, quiet: bool) -> Iterator[tuple]:
+    """Progress on the terminal: runs done, the round, accuracy, virtual time, time left."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[numbers]}"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=err, disable=quiet or not err.is_terminal) as bars:
+        everything = bars.add_task("all runs", total=len(study.plans), numbers=f"0/{len(study.plans)}")
+        current = bars.add_task("", total=1.0, numbers="")
+
+        def watch(plan: Planned, row: dict[str, Any]) -> None:
+            share = row["round"] / plan.experiment.rounds
+            if plan.experiment.seconds:
+                share = max(share, row["seconds"] / plan.experiment.seconds)
+            numbers = [f"round {row['round']}"]
+            numbers += [f"accuracy {row['accuracy']:.3f}"] if "accuracy" in row else []
+            numbers += [f"{row['seconds']:.1f} s"] if row["seconds"] else []
+            bars.update(current, description=str(plan), completed=min(1.0, share), numbers=", ".join(numbers))
+
+        def done(plan: Planned, run: Run) -> None:
+            bars.advance(everything)
+            bars.update(everything, numbers=f"{int(bars.tasks[0].completed)}/{len(study.plans)}")
+            if bars.disable and not quiet:
+                last = run.rows[-1] if run.rows else {}
+                accuracy = f", accuracy {last['accuracy']:.3f}" if "accuracy" in last else ""
+                err.print(f"{plan}: {run.status} after {last.get('round', 0)} rounds{accuracy}")
+
+        yield watch, done
+
+
+def _metric(results: dict[str, list[Run]], wanted: str) -> str:
+    """A metric that all runs have: the one wanted, or else a loss."""
+    names = [wanted, "loss", "train_loss", "local_loss"]
+    finished = [run for runs in results.values() for run in runs if run.status != "diverged"]
+    return next((name for name in names if all(any(name in row for row in run.rows) for run in finished)), wanted)
+
+
+def _summary(results: dict[str, list[Run]]) -> list[dict[str, Any]]:
+    """One entry a run, for machines."""
+    return [
+        {"label": label, "seed": run.seed, "status": run.status, "last": run.rows[-1] if run.rows else {}}
+        for label, runs in results.items()
+        for run in runs
+    ]
+
+
+def _print(results: dict[str, list[Run]], by: str | None, folder: Path) -> None:
+    """The table a person wants to read; with `by`, the best first."""
+    metric = _metric(results, by or "accuracy")
+    scale = 100.0 if metric == "accuracy" else 1.0
+    console = Console(highlight=False)
+    table = Table(
+        "method", f"{metric}{' %' if scale == 100 else ''}", "best", "client steps", "MB", "virtual s", box=None
+    )
+    rows = {label: statistics.summarise(runs, metric) for label, runs in results.items()}
+    sign = 1 if metric.endswith("loss") else -1
+    order = sorted(rows, key=lambda label: (rows[label].mean is None, sign * (rows[label].mean or 0))) if by else rows
+    for label in order:
+        runs = results[label]
+        best = statistics.summarise(runs, metric, "best")
+        steps, traffic, seconds = (_mean(runs, name) for name in ("steps", "bytes", "seconds"))
+        table.add_row(
+            label,
+            _short(rows[label], scale),
+            _short(best, scale),
+            f"{steps:,.0f}",
+            f"{traffic / 1e6:,.2f}",
+            f"{seconds:,.2f}",
+        )
+    console.print(table)
+    if by:
+        console.print(f"best by {metric}: {next(iter(order))}")
+    several = any(len(runs) > 1 for runs in results.values())
+    console.print(f"{'mean and 95 % interval over seeds; ' if several else ''}results in {folder}")
+
+
+def _short(summary: statistics.Summary, scale: float) -> str:
+    return f"{scale * summary.mean:.2f}" if summary.mean is not None and summary.n == 1 else summary.text(scale)
+
+
+def _mean(runs: list[Run], name: str) -> float:
+    """A total of the runs, averaged over seeds."""
+    if name == "seconds":
+        return sum(run.rows[-1]["seconds"] if run.rows else 0 for run in runs) / len(runs)
+    names = ("bytes_up", "bytes_down") if name == "bytes" else (name,)
+    return sum(row[key] for run in runs for row in run.rows for key in names) / len(runs)
+
+
+def _report(folder: Path, target: float | None, quiet: bool = False) -> None:
+    from fedstride.report import write
+
+    page = write(folder, None if target is None else Target(accuracy=target))
+    if not quiet:
+        typer.echo(f"report: {page}")
+
+
+def main() -> None:
+    """Entry point: mistakes are one sentence on standard error."""
+    try:
+        app()
+    except FedstrideError as error:
+        err.print(f"error: {error}", markup=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,372 @@
+"""One experiment as data: everything a run needs, validated before anything is loaded; TOML in and out.
+
+A part with choices (data, partition, model, method, schedule, ...) is a name and its options:
+`{name = "dirichlet", clients = 20, alpha = 0.3}`, or the name alone. Options are those of the function or class behind
+the name, so there is nothing to keep in step here.
+"""
+
+import difflib
+import inspect
+import json
+import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import tomli_w
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator
+from torch import nn
+
+from fedstride import (
+    availability,
+    data,
+    devices,
+    inputs,
+    links,
+    losses,
+    models,
+    participation,
+    partition,
+    schedule,
+    steps,
+)
+from fedstride.algorithm import REGISTRY
+from fedstride.checkpoint import write_whole
+from fedstride.clients import Clients
+from fedstride.errors import FedstrideError
+from fedstride.results import Result, Target
+from fedstride.simulate import simulate
+from fedstride.world import Pace, World
+
+FLEETS: dict[str, Callable[..., Any]] = {
+    "least-squares": data.least_squares,
+    "synthetic": data.synthetic,
+}  # born partitioned
+AUTOMATIC = ("dataset", "seed", "inputs", "classes")  # filled in from the rest of the experiment, unless given
+
+
+def _top5(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """The share of examples whose class is among the five largest outputs."""
+    return float((outputs.topk(min(5, outputs.shape[1]), dim=1).indices == targets[:, None]).any(1).double().mean())
+
+
+CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
+    "data": {**{name: data.load for name in data.files.NAMES}, **FLEETS},
+    "partition": {
+        kind.__name__: kind
+        for kind in (
+            partition.iid, partition.dirichlet, partition.classes, partition.shards, partition.fedveca,
+            partition.quantity,
+        )
+    },
+    "model": models.BUILDERS,
+    "method": REGISTRY,  # type: ignore[dict-item]
+    "loss": {
+        name: getattr(losses, name) for name in ("cross_entropy", "least_squares", "least_squares_sum", "squared_hinge")
+    },
+    "steps": {"gaussian": steps.gaussian, "epochs": steps.epochs, "unfinished": steps.unfinished},
+    "augment": {"crop-flip": data.crop_flip},
+    "participation": {
+        "full": participation.full, "uniform": participation.uniform, "weighted": participation.weighted,
+        "bernoulli": participation.bernoulli,
+    },
+    "schedule": {
+        "sync": schedule.Sync, "deadline": schedule.Deadline, "buffered": schedule.Buffered,
+        "first-arrivals": schedule.FirstArrivals, "send-buffers": schedule.SendBuffers,
+    },
+    "devices": {
+        "seconds": devices.seconds, "slowdown": devices.slowdown, "lognormal": devices.lognormal,
+        "flops": devices.flops, "trace": devices.trace,
+    },
+    "links": {"bandwidth": links.bandwidth},
+    "availability": {
+        "dropout": availability.dropout, "cycle": availability.cycle, "daytime": availability.daytime,
+        "trace": availability.trace,
+    },
+    "metrics": {"top5": _top5, "sign_accuracy": models.sign_accuracy},
+}  # fmt: skip
+
+
+def unknown(what: str, name: Any, known: Sequence[str]) -> str:
+    """A sentence about a name nobody knows, with the nearest one that is known."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"unknown {what} {name!r}{hint} Choose from {', '.join(known)}"
+
+
+class Choice(BaseModel):
+    """A name and its options."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is given beside the name."""
+        return dict(self.model_extra or {})
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
+
+
+def _choice(slot: str) -> Any:
+    """A field whose value is one of the choices of a slot."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"name": value}
+        if isinstance(value, Choice):
+            value = value.model_dump()
+        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+            return value
+        name, known = value["name"], CHOICES[slot]
+        if name not in known:
+            raise ValueError(unknown(slot, name, sorted(known)))
+        if name in data.files.NAMES and slot == "data":
+            allowed = ["normalise"] + (["path", "test", "features"] if name == "svmlight" else [])
+            needed = ["path"] if name == "svmlight" else []
+        elif slot in ("loss", "metrics"):
+            allowed, needed = [], []
+        else:
+            parameters = inspect.signature(known[name]).parameters
+            allowed = [key for key in parameters if key not in ("dataset", "inputs")]
+            needed = [
+                key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in AUTOMATIC
+            ]
+            needed += ["classes"] if slot == "partition" and "classes" in needed else []
+        for key in value:
+            if key != "name" and key not in allowed:
+                raise ValueError(
+                    unknown(f"option of {slot} {name!r}:", key, allowed)
+                    if allowed
+                    else (f"{slot} {name!r} has no options, but {key!r} is given")
+                )
+        for key in needed:
+            if key not in value:
+                raise ValueError(f"{slot} {name!r} needs {key}")
+        return value
+
+    return Annotated[SerializeAsAny[Choice], BeforeValidator(check)]
+
+
+class Surroundings(BaseModel):
+    """`fs.World` as data."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    devices: float | tuple[float, ...] | _choice("devices") | None = None  # type: ignore[valid-type]
+    links: _choice("links") | None = None  # type: ignore[valid-type]
+    availability: _choice("availability") | None = None  # type: ignore[valid-type]
+
+
+class Goal(BaseModel):
+    """`fs.Target` as data."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    accuracy: float | None = None
+    loss: float | None = None
+    train_loss: float | None = None
+
+
+class Experiment(BaseModel):
+    """A run: what `fs.simulate` takes, as data, and where the data come from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: _choice("data") = Choice(name="digits")  # type: ignore[valid-type]
+    partition: _choice("partition") | None = Choice(name="dirichlet", clients=20, alpha=0.3)  # type: ignore[valid-type, call-arg]
+    model: _choice("model") = Choice(name="mlp")  # type: ignore[valid-type]
+    loss: _choice("loss") | None = None  # type: ignore[valid-type]  # None: by the kind of targets
+    method: _choice("method") = Choice(name="fedavg")  # type: ignore[valid-type]
+    rounds: int = Field(20, ge=1)
+    seconds: float | None = Field(None, gt=0)
+    lr: float | tuple[float, ...] = 0.1
+    steps: int | tuple[int, ...] | _choice("steps") = 10  # type: ignore[valid-type]
+    batch_size: int | Literal["all"] = 10
+    sampling: Literal["replacement", "shuffle"] = "replacement"
+    augment: _choice("augment") | None = None  # type: ignore[valid-type]
+    participation: _choice("participation") | None = None  # type: ignore[valid-type]
+    schedule: _choice("schedule") | None = None  # type: ignore[valid-type]
+    world: Surroundings | None = None
+    weights: Literal["data", "uniform"] | None = None
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+    every: int = Field(1, ge=1)
+    metrics: tuple[_choice("metrics"), ...] = ()  # type: ignore[valid-type]
+    train_loss: bool = False
+    stop: Goal | None = None
+    seed: int = Field(0, ge=0)
+    device: str = "auto"
+    backend: str = "auto"
+    dtype: Literal["float32", "float64"] = "float32"
+    chunk: int | None = Field(None, ge=1)
+    timeline: bool = True
+
+    @field_validator("lr", "momentum", "weight_decay", "clip")
+    @classmethod
+    def _finite(cls, value: Any) -> Any:
+        if value is not None and not np.isfinite(value).all():
+            raise ValueError("must be finite")
+        return value
+
+    @classmethod
+    def parse(cls, description: Any) -> "Experiment":
+        """From a nested dict; a mistake is one sentence."""
+        return parse(cls, description)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Experiment":
+        """From a TOML file."""
+        return cls.parse(read_toml(path))
+
+    def dump(self) -> dict[str, Any]:
+        """A nested dict of what is set, which `parse` reads."""
+        return json.loads(self.model_dump_json(exclude_none=True))
+
+    def save(self, path: str | os.PathLike) -> None:
+        """To a TOML file."""
+        write_whole(Path(path), tomli_w.dumps(self.dump()).encode())
+
+    def prepare(self) -> "Prepared":
+        """Build every part and refuse what cannot go together; data are loaded last."""
+        method = REGISTRY[self.method.name](**self.method.options)
+        built = {slot: _build(slot, getattr(self, slot)) for slot in ("augment", "participation", "schedule")}
+        rule = _build("steps", self.steps)
+        world = (
+            None
+            if self.world is None
+            else World(
+                **{slot: _build(slot, getattr(self.world, slot)) for slot in ("devices", "links", "availability")}
+            )
+        )
+        stop = None if self.stop is None else Target(**self.stop.model_dump())
+        plan = built["schedule"] or method.schedule
+        who, resolved = inputs.participation(method, built["participation"], plan), steps.resolve(rule)
+        count = self._count()
+        if count is not None and not method.pooled:
+            who.check(count, self.rounds)
+            resolved.check(count, self.rounds)
+            remembers = bool(method.init_client(torch.zeros(1)))
+            inputs.check_schedule(method, plan, resolved, count, self.rounds, remembers)
+            inputs.check_time(method, world, plan, Pace(world, count, self.seed))
+            inputs.rate(self.lr, count)
+        inputs.budget(self.seconds, world)
+        inputs.local(method, self.momentum, self.weight_decay, self.clip)
+        inputs.device(self.device)
+        clients, test, classes = self.fleet()
+        shape = tuple(clients.inputs.shape[1:])
+        model = models.make(self.model.name, **self._model_options(shape, len(classes)))
+        loss = (
+            CHOICES["loss"][self.loss.name] if self.loss else losses.cross_entropy if classes else losses.least_squares
+        )
+        settings = dict(
+            loss=loss, rounds=self.rounds, seconds=self.seconds, lr=self.lr, steps=rule, sampling=self.sampling,
+            world=world, test=test,
+            batch_size=None if self.batch_size == "all" else self.batch_size, weights=self.weights, stop=stop,
+            momentum=self.momentum, weight_decay=self.weight_decay, clip=self.clip, every=self.every, seed=self.seed,
+            metrics={choice.name: CHOICES["metrics"][choice.name] for choice in self.metrics} if test else None,
+            train_loss=self.train_loss, device=self.device, backend=self.backend, dtype=getattr(torch, self.dtype),
+            chunk=self.chunk, timeline=self.timeline, **built,
+        )  # fmt: skip
+        return Prepared(method, model, clients, classes, settings)
+
+    def run(self, folder: str | os.PathLike | None = None, resume: bool = False, progress: Any = False) -> Result:
+        """Simulate it."""
+        method, model, clients, _, settings = self.prepare()
+        return simulate(method, model, clients, folder=folder, resume=resume, progress=progress, **settings)
+
+    def fleet(self) -> tuple[Clients, tuple | None, tuple[str, ...]]:
+        """Clients, test data and names of classes."""
+        seed = self.seed
+        own = {key: value for key, value in self.data.options.items() if key != "seed"}
+        if self.data.name in FLEETS:
+            if self.partition is not None and self.partition != Experiment.model_fields["partition"].default:
+                raise FedstrideError(f"data {self.data.name!r} comes as clients already; leave partition out")
+            made = FLEETS[self.data.name](**own, seed=self.data.options.get("seed", seed))
+            if isinstance(made, Clients):
+                return made, None, ()
+            clients, test = made
+            return clients, test, tuple(str(label) for label in range(int(clients.targets.max()) + 1))
+        if self.partition is None:
+            raise FedstrideError("a partition is needed, such as {name = 'iid', clients = 20}")
+        dataset = _dataset(self.data.name, json.dumps(own, sort_keys=True))
+        options = {"seed": seed} | self.partition.options
+        return CHOICES["partition"][self.partition.name](dataset, **options), dataset.test, dataset.classes
+
+    def _count(self) -> int | None:
+        """How many clients there will be, where that is known beforehand."""
+        part = self.data if self.data.name in FLEETS else self.partition
+        count = None if part is None else part.options.get("clients")
+        return None if count is None else inputs.whole("clients", count)
+
+    def _model_options(self, shape: tuple[int, ...], classes: int) -> dict[str, Any]:
+        """The model's own options, the seed of the run, and what the data say about shapes."""
+        known = inspect.signature(models.BUILDERS[self.model.name]).parameters
+        found: dict[str, Any] = {"seed": self.seed, "inputs": shape}
+        if "classes" in known:
+            found["classes"] = classes or 1
+        return found | self.model.options
+
+
+class Prepared(NamedTuple):
+    """What `fs.simulate` takes."""
+
+    method: Any
+    model: nn.Module
+    clients: Clients
+    classes: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+def _build(slot: str, value: Any) -> Any:
+    """An object from a choice; numbers are taken as they are."""
+    if not isinstance(value, Choice):
+        return list(value) if isinstance(value, tuple) else value
+    try:
+        return CHOICES[slot][value.name](**value.options)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, FedstrideError):
+            raise
+        raise FedstrideError(f"{slot} {value.name!r} cannot take {value.options}: {error}") from None
+
+
+@lru_cache(maxsize=2)
+def _dataset(name: str, options: str) -> data.Dataset:
+    """A data set stays in memory for the runs that follow."""
+    return data.load(name, **json.loads(options))
+
+
+def read_toml(path: str | os.PathLike) -> dict[str, Any]:
+    """A TOML file as a dict."""
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise FedstrideError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FedstrideError(f"{path} is not TOML: {error}") from None
+
+
+def parse(kind: type[BaseModel], description: Any) -> Any:
+    """Validate; the first mistake becomes one sentence that says where it is and what would be right."""
+    try:
+        return kind.model_validate(description)
+    except ValidationError as error:
+        first = min(error.errors(), key=lambda e: e["type"] not in ("value_error", "extra_forbidden"))
+        names = [str(part) for part in first["loc"] if not (isinstance(part, str) and _internal(part))]
+        where = ".".join(names) or "the description"
+        if first["type"] == "extra_forbidden":
+            fields = Surroundings if names[:-1] == ["world"] else Goal if names[:-1] == ["stop"] else kind
+            inside = f" in {'.'.join(names[:-1])}" if names[1:] else ""
+            raise FedstrideError(unknown(f"key{inside}", names[-1], sorted(fields.model_fields))) from None
+        message = first["msg"].removeprefix("Value error, ")
+        given = "" if first["type"] == "value_error" else f", not {str(first['input'])[:80]!r}"
+        raise FedstrideError(f"{where}: {message[:1].lower() + message[1:]}{given}") from None
+
+
+def _internal(part: str) -> bool:
+    """Whether a part of an error's place is pydantic's name for a type and not a key of the user's."""
+    return "[" in part or part in ("int", "float", "str", "Choice", "bool") or part.startswith(("function-", "literal"))

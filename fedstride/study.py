@@ -1,0 +1,255 @@
+"""Several experiments that belong together: methods, seeds and a grid over any field, each run in a folder of its own.
+
+Within a seed all methods see the same clients, the same batches, the same starting weights and the same world, because
+every draw has a key. FOLDER/study.toml describes the whole, FOLDER/LABEL/seed-K/experiment.toml a single run.
+"""
+
+import itertools
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tomli_w
+import torch
+
+from fedstride import partition
+from fedstride.checkpoint import write_whole
+from fedstride.errors import FedstrideError
+from fedstride.experiment import Choice, Experiment, Prepared, read_toml
+from fedstride.inputs import whole
+from fedstride.results import Result
+from fedstride.simulate import simulate
+from fedstride.statistics import Run
+
+
+class Planned(NamedTuple):
+    """One run of a study."""
+
+    label: str
+    experiment: Experiment
+    folder: Path  # below that of the study
+
+    def __str__(self) -> str:
+        return f"{self.label}, seed {self.experiment.seed}"
+
+
+class Entry(NamedTuple):
+    """A method of a study: what it is called, and what else is different for it."""
+
+    label: str
+    changes: dict[str, Any]  # field -> value, the method itself among them
+
+
+class Study:
+    """An experiment, the methods to compare, the seeds, and a grid {field: values}.
+
+    A method is a name, or a table with a name and options. Beside these the table may have `set`, fields of the
+    experiment that are different for this method (its own lr, its own schedule), and `label`, what to call it.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment | dict[str, Any] | None = None,
+        methods: Any = None,
+        seeds: Any = None,
+        grid: dict[str, list[Any]] | None = None,
+    ):
+        base = experiment.dump() if isinstance(experiment, Experiment) else dict(experiment or {})
+        self.base = Experiment.parse(base)
+        self.seeds = [self.base.seed] if seeds is None else _seeds(seeds)
+        methods = [self.base.method.model_dump()] if methods is None else methods
+        if not isinstance(methods, (list, tuple)) or not methods:
+            raise FedstrideError(f"methods must be a list of names or tables with a name, not {methods!r}")
+        self.methods = methods
+        self.grid = {} if grid is None else grid
+        if not isinstance(self.grid, dict) or not all(isinstance(v, (list, tuple)) and v for v in self.grid.values()):
+            raise FedstrideError(f"grid must give every field a list of values, such as lr = [0.01, 0.1], not {grid!r}")
+        self.plans = list(self._plans())
+        for label in {plan.label for plan in self.plans}:
+            if sum(plan.label == label for plan in self.plans) > len(self.seeds):
+                raise FedstrideError(
+                    f"the study holds {label!r} twice; every method and grid value may stand there once"
+                )
+
+    @classmethod
+    def parse(cls, description: dict[str, Any]) -> "Study":
+        """From a nested dict: the fields of an experiment, and `methods`, `seeds` and `grid`."""
+        rest = dict(description)
+        given = {name: rest.pop(name) for name in ("methods", "seeds", "grid") if name in rest}
+        return cls(rest, **given)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Study":
+        """From a TOML file."""
+        return cls.parse(read_toml(path))
+
+    def dump(self) -> dict[str, Any]:
+        """A nested dict that `parse` reads."""
+        fields = {key: value for key, value in self.base.dump().items() if key not in ("seed", "method")}
+        fields |= {"seeds": self.seeds, "methods": list(self.methods)}
+        return fields | ({"grid": self.grid} if self.grid else {})
+
+    def _plans(self) -> Iterator[Planned]:
+        for method, *values in itertools.product(self.methods, *self.grid.values()):
+            entry, point = _entry(method), dict(zip(self.grid, values))
+            description = self.base.dump()
+            for path, value in (entry.changes | point).items():
+                description = override(description, path, value)
+            label = entry.label or str(Experiment.parse(description).method)
+            rest = [f"{path}={value}" for path, value in point.items() if not path.startswith("method")]
+            label = " ".join([label, *rest])
+            for seed in self.seeds:
+                experiment = Experiment.parse(description | {"seed": seed})
+                folder = Path(re.sub(r"[^\w.=+, -]", "_", label)) / f"seed-{seed}"
+                yield Planned(label, experiment, folder)
+
+    def play(
+        self,
+        folder: str | os.PathLike,
+        resume: bool = False,
+        watch: Callable[[Planned, dict[str, Any]], None] = lambda plan, row: None,
+        done: Callable[[Planned, Run], None] = lambda plan, run: None,
+    ) -> dict[str, list[Run]]:
+        """Run what is not there yet; `watch` sees every row as it comes, `done` every run. Returns runs by label."""
+        root = Path(folder)
+        results: dict[str, list[Run]] = {plan.label: [] for plan in self.plans}
+        states = [_state(root / plan.folder, plan.experiment) for plan in self.plans]
+        for plan, state in zip(self.plans, states):
+            if state == "unfinished" and not resume:
+                raise FedstrideError(
+                    f"{root / plan.folder} holds an unfinished run; go on with resume, or choose another"
+                )
+        seen = set()
+        for plan in self.plans:  # mistakes come out before the first run
+            key = json.dumps(plan.experiment.dump() | {"seed": 0})
+            if key not in seen:
+                plan.experiment.prepare()
+            seen.add(key)
+        _write(root / "study.toml", tomli_w.dumps(self.dump()))
+        for plan, state in zip(self.plans, states):
+            path = root / plan.folder
+            if state != "complete":
+                _write(path / "experiment.toml", tomli_w.dumps(plan.experiment.dump()))
+                ready = plan.experiment.prepare()
+                result = simulate(
+                    ready.method, ready.model, ready.clients, folder=path, resume=True,
+                    progress=partial(watch, plan), **ready.settings,
+                )  # fmt: skip
+                _write(path / "clients.json", json.dumps(facts(result, ready)))
+            run = read_run(path, plan.experiment.seed)
+            results[plan.label].append(run)
+            done(plan, run)
+        return results
+
+
+def facts(result: Result, prepared: Prepared) -> dict[str, Any]:
+    """What everybody holds, and how well the final model does on it: the data of fairness and partition pictures."""
+    clients = prepared.clients
+    found: dict[str, Any] = {"sizes": clients.sizes.tolist(), "classes": list(prepared.classes)}
+    if not prepared.classes:
+        return found
+    found["counts"] = partition.counts(clients).tolist()
+    if not torch.isfinite(result.x).all():
+        return found
+    device, dtype = result.x.device, result.x.dtype
+    model = result.model.to(device).eval()
+    right = []
+    with torch.no_grad():
+        for rows in clients.order.split(2048):
+            outputs = model(clients.inputs[rows].to(device, dtype))
+            right.append((outputs.argmax(1).cpu() == clients.targets[rows]).double())
+    sums = np.add.reduceat(torch.cat(right).numpy(), clients.offsets[:-1])
+    found["accuracy"] = (sums / clients.sizes).tolist()
+    return found
+
+
+def override(description: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The same description with one field changed, such as `partition.alpha`."""
+    first, _, rest = path.partition(".")
+    if not rest:
+        return description | {first: value}
+    inner = description.get(first, {})
+    if isinstance(inner, str):  # a name alone is a table with a name
+        inner = {"name": inner}
+    if not isinstance(inner, dict):
+        raise FedstrideError(f"{path} cannot be set: {first} is {inner!r}, which has no fields")
+    return description | {first: override(inner, rest, value)}
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`lr=0.1` as a path and a value; values are TOML, and words need no quotes."""
+    path, equals, value = text.partition("=")
+    if not equals or not path.strip():
+        raise FedstrideError(f"{text!r} is neither a file nor a setting such as rounds=50 or partition.alpha=0.1")
+    try:
+        return path.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return path.strip(), value.strip()
+
+
+def read_run(path: Path, seed: int) -> Run:
+    """The rows of a run on disk, and how it ended."""
+    stored = json.loads((path / "run.json").read_text())["run"]
+    lines = (path / "rows.jsonl").read_text().splitlines()[: stored["rows"]]
+    return Run(seed, [json.loads(line) for line in lines], stored["status"])
+
+
+def _state(path: Path, experiment: Experiment) -> str:
+    """new, unfinished or complete; a folder with another experiment in it is refused."""
+    if not (path / "experiment.toml").exists():
+        return "new"
+    stored, mine = Experiment.load(path / "experiment.toml").dump(), experiment.dump()
+    for key in sorted(stored.keys() | mine.keys()):
+        if stored.get(key) != mine.get(key) and key != "rounds":
+            raise FedstrideError(
+                f"{path} holds another experiment: its {key} is {stored.get(key)!r}, not {mine.get(key)!r}; choose "
+                "another folder"
+            )
+    if stored["rounds"] > mine["rounds"]:
+        raise FedstrideError(f"{path} holds {stored['rounds']} rounds, more than the {mine['rounds']} asked for")
+    try:
+        run = json.loads((path / "run.json").read_text())["run"]
+        over = run["status"] in ("stopped", "diverged") or (
+            run["status"] == "finished"
+            and (run["round"] >= mine["rounds"] or run["seconds"] >= mine.get("seconds", float("inf")))
+        )
+    except FileNotFoundError:
+        over = False
+    except (OSError, ValueError, KeyError, TypeError):
+        raise FedstrideError(f"{path / 'run.json'} is damaged; delete {path} to run it again") from None
+    return "complete" if over and (path / "clients.json").exists() else "unfinished"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise FedstrideError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _entry(method: Any) -> Entry:
+    if isinstance(method, Choice):
+        method = method.model_dump()
+    if not isinstance(method, dict):
+        return Entry("", {"method": method})
+    options = {key: value for key, value in method.items() if key not in ("set", "label")}
+    changes, label = method.get("set", {}), method.get("label", "")
+    if not isinstance(changes, dict) or not isinstance(label, str):
+        raise FedstrideError(f"in methods, set must be a table of fields and label a text, not {changes!r}, {label!r}")
+    return Entry(label, {"method": options} | changes)
+
+
+def _seeds(value: Any) -> list[int]:
+    if isinstance(value, (list, tuple)):
+        seeds = [whole("a seed", seed, 0) for seed in value]
+        if not seeds or len(set(seeds)) < len(seeds):
+            raise FedstrideError(f"seeds must be different numbers, at least one, not {value!r}")
+        return seeds
+    return list(range(whole("seeds", value)))

@@ -1,0 +1,368 @@
+"""Experiments as data: from Python, TOML and the command line; bad descriptions; studies that are resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fedstride as fs
+from fedstride import checkpoint, cli
+from fedstride.experiment import CHOICES, Experiment
+from fedstride.study import Study, override, parse_override
+
+SMALL = {
+    "rounds": 3,
+    "partition": {"name": "dirichlet", "clients": 6, "alpha": 0.5},
+    "steps": {"name": "gaussian", "mean": 4, "variance": 4},
+    "world": {"devices": {"name": "lognormal", "median": 0.01, "sigma": 0.5}},
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def fedstride(tmp_path, monkeypatch, capsys):
+    """The command line, in this process and in a folder of its own."""
+
+    def call(*arguments, code=0):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["fedstride", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        assert (ended.value.code or 0) == code, said.err
+        assert "Traceback" not in said.err
+        return said
+
+    return call
+
+
+def start(folder, *arguments):
+    """The command line as a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(Path(fs.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "fedstride.cli", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_rows(process, path, count):
+    while process.poll() is None and not (path.exists() and len(path.read_text().splitlines()) >= count):
+        time.sleep(0.01)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (Path(folder) / "rows.jsonl").read_text().splitlines()]
+
+
+# One description, three doors
+
+
+def test_python_toml_and_command_line_give_the_same_rows(tmp_path, fedstride):
+    description = SMALL | {"method": {"name": "fedprox", "mu": 0.3}, "seed": 2}
+    from_python = Experiment.parse(description).run()
+    (tmp_path / "e.toml").write_text(tomli_w.dumps(description))
+    from_toml = Experiment.load(tmp_path / "e.toml").run()
+    fedstride("run", "e.toml", "--out", "a")
+    fedstride(
+        "run", "rounds=3", "partition.clients=6", "partition.name=dirichlet", "partition.alpha=0.5", "seed=2",
+        "steps={name='gaussian', mean=4, variance=4}", "method.name=fedprox", "method.mu=0.3", "device=cpu",
+        "world.devices={name='lognormal', median=0.01, sigma=0.5}", "--out", "b"
+    )  # fmt: skip
+    plain = json.loads(json.dumps(from_python.rows))
+    assert plain == json.loads(json.dumps(from_toml.rows))
+    (label,) = (path.name for path in (tmp_path / "a").iterdir() if path.is_dir())
+    assert label == "fedprox mu=0.3"
+    assert rows(tmp_path / "a" / label / "seed-2") == plain == rows(tmp_path / "b" / label / "seed-2")
+    again = Experiment.load(tmp_path / "a" / label / "seed-2" / "experiment.toml").run()  # from its folder alone
+    assert json.loads(json.dumps(again.rows)) == plain
+
+
+def test_a_description_survives_toml():
+    description = SMALL | {
+        "method": {"name": "fedlga", "variant": "rescale"}, "schedule": {"name": "deadline", "seconds": 0.2},
+        "lr": [0.1] * 6, "batch_size": "all", "stop": {"accuracy": 0.9}, "metrics": ["top5"], "train_loss": True,
+        "participation": {"name": "uniform", "n": 3}, "data": {"name": "digits"}, "seconds": 5.0, "clip": 1.0,
+    }  # fmt: skip
+    one = Experiment.parse(description)
+    import tomllib
+
+    assert Experiment.parse(tomllib.loads(tomli_w.dumps(one.dump()))) == one
+    result = one.run()
+    assert "top5" in result.rows[-1] and result.rows[-1]["top5"] >= result.rows[-1]["accuracy"]
+
+
+def test_every_choice_can_be_built():
+    """Each name in every slot, with nothing but the options it needs, makes a valid description."""
+    needed = {
+        "dirichlet": {"alpha": 0.5}, "classes": {"k": 2}, "shards": {"per_client": 2}, 
+        "quantity": {"sigma": 1.0}, "svmlight": {"path": "x"}, "synthetic": {"alpha": 1, "beta": 1},
+        "gaussian": {"mean": 3, "variance": 1}, "epochs": {"count": 1}, "unfinished": {"rho": 0.5, "tau_max": 2},
+        "uniform": {"n": 2}, "weighted": {"n": 2}, "bernoulli": {"p": 0.5}, "deadline": {"seconds": 1.0},
+        "first-arrivals": {"n": 2}, "send-buffers": {"n": 2}, "seconds": {"values": 0.1}, "slowdown": {"base": 0.1},
+        "lognormal": {"median": 0.1, "sigma": 1}, "flops": {"per_step": 1e6, "speed": 1e9}, "trace": {"path": "x"},
+        "bandwidth": {"up": 1e6}, "dropout": {"p": 0.1}, "cycle": {"on": 1, "period": 2},
+    }  # fmt: skip
+    for slot, choices in CHOICES.items():
+        for name in choices:
+            value = {"name": name} | needed.get(name, {}) | ({"clients": 4} if slot == "partition" else {})
+            value |= {"case": 3} if (slot, name) == ("partition", "fedveca") else {}
+            inner = {"world": {slot: value}} if slot in ("devices", "links", "availability") else {slot: value}
+            if slot == "metrics":
+                inner = {"metrics": [value]}
+            assert Experiment.parse(inner)
+
+
+def test_fleets_that_come_partitioned():
+    squares = Experiment.parse(
+        {"data": {"name": "least-squares", "clients": 5, "rows": 20, "features": 4}, "model": "logistic", "lr": 1e-3,
+         "rounds": 2, "batch_size": "all", "train_loss": True}
+    ).run()  # fmt: skip
+    assert squares.x.shape == (5,) and "train_loss" in squares.rows[-1]
+    synthetic = Experiment.parse(
+        {"data": {"name": "synthetic", "alpha": 0.5, "beta": 0.5, "clients": 5}, "model": "logistic", "rounds": 2}
+    ).run()
+    assert 0 <= synthetic.rows[-1]["accuracy"] <= 1
+
+
+# Bad descriptions
+
+
+@pytest.mark.parametrize(
+    ("description", "words"),
+    [
+        ({"metod": "fedavg"}, "unknown key 'metod'; did you mean 'method'"),
+        ({"method": "fedagv"}, "did you mean 'fedavg'"),
+        ({"method": {"name": "fedprox", "nu": 1}}, "unknown option of method 'fedprox': 'nu'. Choose from mu"),
+        ({"method": {"name": "fedprox", "mu": "x"}}, "mu must be a number"),
+        ({"method": {}}, "method"),
+        ({"partition": {"name": "dirichlet", "clients": 20}}, "partition 'dirichlet' needs alpha"),
+        ({"partition": {"name": "iid", "clients": 0}}, "clients must be a whole number from 1, not 0"),
+        ({"data": "fashion-mnst"}, "did you mean 'fashion-mnist'"),
+        ({"model": {"name": "mlp", "hiden": 3}}, "did you mean 'hidden'"),
+        ({"rounds": "many"}, "rounds: .*not 'many'"),
+        ({"rounds": 0}, "rounds: .*greater than or equal to 1"),
+        ({"lr": float("nan")}, "lr: must be finite"),
+        ({"lr": [0.1, 0.2]}, "lr lists 2 numbers for 20 clients"),
+        ({"world": {"device": 1}}, "unknown key in world 'device'; did you mean 'devices'"),
+        ({"world": 3}, "world"),
+        ({"stop": {"accurcy": 1}}, "did you mean 'accuracy'"),
+        ({"seconds": 5.0}, "seconds need a world"),
+        ({"method": "fedveca", "schedule": "buffered"}, "assigns the clients' steps"),
+        ({"schedule": {"name": "first-arrivals", "n": 30}}, "the fleet has 20 clients"),
+        ({"method": "fedlin", "participation": {"name": "uniform", "n": 3}}, "needs every client"),
+        ({"device": "tpu"}, "device 'tpu'|unknown device"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"data": "least-squares", "partition": {"name": "iid", "clients": 3}}, "comes as clients already"),
+        ([1], "the description"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_sentence(description, words):
+    with pytest.raises(fs.FedstrideError, match=words) as caught:
+        Experiment.parse(description).prepare()
+    assert "\n" not in str(caught.value)
+
+
+def test_impossible_combinations_are_refused_before_data_are_loaded(monkeypatch):
+    monkeypatch.setattr(fs.data, "load", lambda *a, **k: pytest.fail("data were loaded"))
+    with pytest.raises(fs.FedstrideError, match="fleet has 20 clients"):
+        Experiment.parse({"data": "mnist", "schedule": {"name": "send-buffers", "n": 21}}).prepare()
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 50) | st.floats(allow_nan=True) | st.text(max_size=6)
+    | st.sampled_from(sorted({name for choices in CHOICES.values() for name in choices})),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["name", "clients", "alpha", "n", "seconds", "p", "k", "mu", "devices", "links"]), inner,
+        max_size=4,
+    ),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    st.dictionaries(st.sampled_from([*Experiment.model_fields, "methods", "seeds", "grid", "oops"]), VALUES, max_size=4)
+)
+def test_no_description_gives_a_traceback(description):
+    """Whatever is written: a study, or one sentence. Data are not loaded for those that are valid by accident."""
+    try:
+        study = Study.parse(description)
+        for plan in study.plans[:2]:
+            if plan.experiment.data.name == "digits" and plan.experiment.model.name in ("mlp", "logistic"):
+                plan.experiment.prepare()
+    except fs.FedstrideError as error:
+        assert str(error) and "\n" not in str(error) and "Traceback" not in str(error)
+
+
+def test_a_toml_error_names_file_and_line(tmp_path, fedstride):
+    (tmp_path / "bad.toml").write_text("rounds = 3\nlr = = 2\n")
+    done = fedstride("run", "bad.toml", code=2)
+    assert "bad.toml" in done.err and "line 2" in done.err
+    fedstride("run", "none.toml", code=2)
+    wrong = fedstride("run", "fedavg", code=2)
+    assert "neither a file nor a setting" in wrong.err
+
+
+def test_overrides():
+    assert parse_override("partition.alpha=0.1") == ("partition.alpha", 0.1)
+    assert parse_override("method=scaffold") == ("method", "scaffold")
+    assert parse_override("lr=[0.1, 0.2]") == ("lr", [0.1, 0.2])
+    assert override({"method": "fedprox"}, "method.mu", 1) == {"method": {"name": "fedprox", "mu": 1}}
+    with pytest.raises(fs.FedstrideError, match="rounds is 3"):
+        override({"rounds": 3}, "rounds.x", 1)
+
+
+# Studies
+
+
+def test_a_study_and_its_folder(tmp_path):
+    study = Study(
+        SMALL,
+        methods=["fedavg", {"name": "fedprox", "mu": 0.1}, {"name": "fedavg", "label": "slow", "set": {"lr": 0.01}}],
+        seeds=2,
+    )
+    ran = []
+    first = study.play(tmp_path, done=lambda plan, run: ran.append(str(plan)))
+    assert ran == [f"{label}, seed {seed}" for label in ("fedavg", "fedprox mu=0.1", "slow") for seed in (0, 1)]
+    assert first["slow"][0].rows != first["fedavg"][0].rows
+    facts = json.loads((tmp_path / "fedavg" / "seed-0" / "clients.json").read_text())
+    assert len(facts["accuracy"]) == 6 and sum(map(sum, facts["counts"])) == sum(facts["sizes"])
+    steps = []
+    again = Study.load(tmp_path / "study.toml").play(tmp_path, watch=lambda plan, row: steps.append(row))
+    assert again == first and not steps  # what is complete is not run again
+    longer = Study(SMALL | {"rounds": 5}, methods=["fedavg"], seeds=2).play(tmp_path, resume=True)
+    assert [len(run.rows) for run in longer["fedavg"]] == [5, 5] and longer["fedavg"][0].rows[:3] == first["fedavg"][
+        0
+    ].rows
+    with pytest.raises(fs.FedstrideError, match="holds another experiment: its lr is 0.1, not 0.2"):
+        Study(SMALL | {"lr": 0.2}, seeds=2).play(tmp_path)
+
+
+def test_methods_of_a_study_see_the_same_clients_and_world():
+    one, two = (Experiment.parse(SMALL | {"method": name, "seed": 3}).prepare() for name in ("fedavg", "scaffold"))
+    assert (one.clients.order == two.clients.order).all()
+    assert all((a == b).all() for a, b in zip(one.model.parameters(), two.model.parameters()))
+    other = Experiment.parse(SMALL | {"seed": 4}).prepare()
+    assert len(one.clients.order) != len(other.clients.order) or (one.clients.sizes != other.clients.sizes).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (dict(methods=[]), "methods must be a list"),
+        (dict(methods=["fedavg", "fedavg"]), "'fedavg' twice"),
+        (dict(methods=[{"name": "fedavg", "set": 3}]), "set must be a table"),
+        (dict(seeds=0), "seeds must be a whole number from 1"),
+        (dict(seeds=[1, 1]), "different numbers"),
+        (dict(grid={"lr": 3}), "a list of values"),
+        (dict(grid={"lrr": [3]}), "did you mean 'lr'"),
+    ],
+)
+def test_impossible_studies_are_refused(arguments, words):
+    with pytest.raises(fs.FedstrideError, match=words):
+        Study({}, **arguments)
+
+
+def test_killed_in_the_middle_and_resumed(tmp_path, fedstride):
+    """kill -9 during a comparison; with --resume the rows and the table are those of an undisturbed one."""
+    description = SMALL | {"rounds": 40, "methods": ["fedavg", "scaffold", "fedbuff"], "seeds": 2}
+    (tmp_path / "study.toml").write_text(tomli_w.dumps(description))
+    victim = start(tmp_path, "compare", "study.toml", "--json", "--out", "killed")
+    wait_for_rows(victim, tmp_path / "killed" / "scaffold" / "seed-0" / "rows.jsonl", 4)
+    victim.kill()
+    victim.communicate()
+    assert not (tmp_path / "killed" / "fedbuff").exists(), "the kill came too late"
+    refused = fedstride("compare", "study.toml", "--out", "killed", code=2)
+    assert "unfinished run; go on with resume" in refused.err
+    resumed = json.loads(fedstride("compare", "study.toml", "--json", "--resume", "--out", "killed").out)
+    whole = json.loads(fedstride("compare", "study.toml", "--json", "--out", "whole").out)
+    assert resumed["runs"] == whole["runs"]
+    for path in (tmp_path / "whole").glob("*/seed-*"):
+        assert rows(path) == rows(tmp_path / "killed" / path.relative_to(tmp_path / "whole"))
+
+
+def test_a_full_disk_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
+    append, calls = checkpoint.Lines.append, []
+
+    def full(self, new):
+        calls.append(1)
+        if len(calls) > 5:
+            raise OSError(28, "No space left on device")
+        append(self, new)
+
+    monkeypatch.setattr(checkpoint.Lines, "append", full)
+    with pytest.raises(fs.FedstrideError, match="cannot write to the folder .* No space left"):
+        Experiment.parse(SMALL | {"rounds": 9}).run(folder=tmp_path / "run")
+    kept = rows(tmp_path / "run")
+    assert kept and [row["round"] for row in kept] == list(range(1, len(kept) + 1))
+    monkeypatch.undo()
+    whole = Experiment.parse(SMALL | {"rounds": 9}).run()
+    assert Experiment.parse(SMALL | {"rounds": 9}).run(folder=tmp_path / "run", resume=True).rows == whole.rows
+
+
+def test_a_read_only_folder_is_named(tmp_path, fedstride):
+    (tmp_path / "file").write_text("")
+    done = fedstride("run", "rounds=1", "--out", "file/x", code=2)
+    assert "cannot write" in done.err
+
+
+# The command line
+
+
+def test_sweep_names_the_best(tmp_path, fedstride):
+    done = fedstride(
+        "sweep", "rounds=2", "partition.clients=5", "--over", "lr=0.001,0.3", "--over", "method.name=fedavg,fedprox",
+        "--out", "s"
+    )  # fmt: skip
+    assert "best by accuracy: fed" in done.out and "lr=0.3" in done.out.split("best by accuracy")[1]
+    assert len(list((tmp_path / "s").glob("*/seed-0"))) == 4
+
+
+def test_exit_codes_and_json(tmp_path, fedstride):
+    diverged = fedstride("run", "lr=1e30", "rounds=3", "--out", "d", "--json", code=3)
+    assert json.loads(diverged.out)["runs"][0]["status"] == "diverged"
+    fedstride("compare", "rounds=1", code=2)
+    fedstride("nothing", code=2)
+
+
+def test_ctrl_c_leaves_a_resumable_run(tmp_path):
+    running = start(tmp_path, "run", "rounds=5000", "--out", "r")
+    wait_for_rows(running, tmp_path / "r" / "fedavg" / "seed-0" / "rows.jsonl", 4)
+    running.send_signal(signal.SIGINT)
+    _, words = running.communicate(timeout=30)
+    assert running.returncode == 130 and "--resume" in words and "Traceback" not in words
+    stored = json.loads((tmp_path / "r" / "fedavg" / "seed-0" / "run.json").read_text())["run"]
+    assert stored["status"] == "running" and stored["round"] >= 1
+
+
+def test_list_names_everything(tmp_path, fedstride):
+    text = fedstride("list").out
+    for name in ("fedagrac", "dlsgd-hetero", "fashion-mnist", "dirichlet", "cnn-dlsgd", "send-buffers"):
+        assert name in text
+    assert "scaffold" in fedstride("list", "methods").out
+
+
+def test_a_budget_of_virtual_seconds():
+    description = SMALL | {"rounds": 500, "seconds": 0.5}
+    for method in ("fedavg", "fedbuff"):
+        last = Experiment.parse(description | {"method": method}).run().rows
+        assert last[-1]["seconds"] >= 0.5 > last[-2]["seconds"] and last[-1]["round"] < 500
+
+
+def test_rows_reach_tensorboard(tmp_path, fedstride):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install fedstride[track]")
+    fedstride("run", "rounds=2", "--out", "t", "--track", "tensorboard")
+    assert list((tmp_path / "t" / "tensorboard").rglob("events*"))
+
+
+def test_an_unknown_tracker_is_refused(tmp_path, fedstride):
+    done = fedstride("run", "rounds=2", "--out", "t", "--track", "wandb", code=2)
+    assert "choose from tensorboard, mlflow" in done.err
