@@ -18,7 +18,6 @@ from rich.table import Table
 from fedstride import __version__, statistics
 from fedstride.errors import FedstrideError
 from fedstride.experiment import CHOICES, Experiment, read_toml, unknown
-from fedstride.results import Target
 from fedstride.statistics import Run
 from fedstride.study import Planned, Study, override, parse_override
 
@@ -285,7 +284,7 @@ def _mean(runs: list[Run], name: str) -> float:
 def _report(folder: Path, target: float | None, quiet: bool = False) -> None:
     from fedstride.report import write
 
-    page = write(folder, None if target is None else Target(accuracy=target))
+    page = write(folder, target)
     if not quiet:
         typer.echo(f"report: {page}")
 
