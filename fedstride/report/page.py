@@ -7,8 +7,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from fedstride.report.findings import Cell, Findings, goal_words, grouped, words
+from fedstride.report.findings import Findings, grouped
 from fedstride.report.runs import Record
+from fedstride.report.sentences import Cell, goal_words, words
 
 HERE = Path(__file__).parent
 
