@@ -189,7 +189,7 @@ def test_diverged_runs_are_named_and_do_not_win(folder):
 def test_what_was_not_reached_says_so(folder):
     words = text(folder, target=fs.Target(accuracy=1.0))
     assert "0 of 2 reached" in words and cells(words)["fedavg"][2] == "> 6"
-    assert "No method reaches 100 % accuracy on more than half of its seeds." in words
+    assert "No method reaches 100\N{NO-BREAK SPACE}% accuracy on more than half of its seeds." in words
 
 
 def test_half_a_last_line_is_ignored(folder):
