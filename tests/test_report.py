@@ -60,13 +60,13 @@ def status(folder, label, seed, value):
     edit(folder / label / f"seed-{seed}" / "run.json", change)
 
 
-def spread(folder, label, accuracies):
+def spread(folder, label, accuracies, start=0.1):
     """One made-up run a seed, of two rows."""
     for seed, accuracy in enumerate(accuracies):
         place = folder / label / f"seed-{seed}"
         place.mkdir(parents=True)
         row = {"seconds": 1.0, "steps": 5, "bytes_up": 100, "bytes_down": 100}
-        rows = [row | {"round": 1, "accuracy": 0.1}, row | {"round": 2, "seconds": 2.0, "accuracy": accuracy}]
+        rows = [row | {"round": 1, "accuracy": start}, row | {"round": 2, "seconds": 2.0, "accuracy": accuracy}]
         (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (place / "run.json").write_text(json.dumps({"run": {"status": "finished", "round": 2, "rows": 2}}))
 
@@ -99,13 +99,22 @@ def test_the_numbers_are_those_of_the_statistics(folder):
 
 
 def test_the_winner_is_as_sure_as_the_seeds_make_it(tmp_path):
-    spread(tmp_path, "good", [0.901, 0.902, 0.903])
+    spread(tmp_path, "good", [0.901, 0.902, 0.903], start=0.89)
     spread(tmp_path, "poor", [0.801, 0.802, 0.804])
     found = findings.find(runs.load(tmp_path))
     assert found.headline.startswith("good wins with 90.20 ± 0.25 % accuracy, 9.97 ± 0.14 points above poor")
     assert found.target == fs.Target(accuracy=0.9)
     spread(tmp_path, "close", [0.895, 0.91, 0.88])
     assert "but 3 seeds cannot tell it from close" in findings.find(runs.load(tmp_path)).headline
+
+
+def test_a_lucky_last_row_is_called_that(tmp_path):
+    spread(tmp_path, "calm", [0.801, 0.802, 0.804])
+    spread(tmp_path, "wild", [0.901, 0.902, 0.903])
+    found = findings.find(runs.load(tmp_path))
+    said = found.details
+    assert found.headline.startswith("wild ends ahead with 90.2")
+    assert "wild still moves by more than its lead: over its last rounds between 10 and 90.3 %" in said[1]
 
 
 def test_equal_differences_prove_nothing(tmp_path):
@@ -180,7 +189,7 @@ def test_diverged_runs_are_named_and_do_not_win(folder):
 def test_what_was_not_reached_says_so(folder):
     words = text(folder, target=fs.Target(accuracy=1.0))
     assert "0 of 2 reached" in words and cells(words)["fedavg"][2] == "> 6"
-    assert "No method reaches 100 % accuracy on more than half of its seeds." in words
+    assert "No method reaches 100\N{NO-BREAK SPACE}% accuracy on more than half of its seeds." in words
 
 
 def test_half_a_last_line_is_ignored(folder):

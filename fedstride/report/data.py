@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from fedstride.errors import FedstrideError
-from fedstride.report.findings import Findings, grouped, scale, words
+from fedstride.report.findings import Findings, grouped
 from fedstride.report.runs import Record
+from fedstride.report.sentences import scale, words
 from fedstride.statistics import UNITS, Run, curve, summarise
 from fedstride.timeline import Timeline
 

@@ -39,6 +39,7 @@ def draw(data: dict[str, Any], findings: Findings) -> dict[str, tuple[bytes, byt
                 out = io.BytesIO()
                 figure.savefig(out, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
                 files.append(out.getvalue())
+                figure.set_layout_engine("none")  # what was laid out for the first stays for the second
             made[name] = (files[0], files[1])
     return made
 

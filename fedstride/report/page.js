@@ -136,13 +136,13 @@ function curves(section) {
   // the steep beginning would flatten the rest: it enters from the edge
   if (percent || !metric.name.endsWith("loss")) low = means[Math.floor(0.06 * means.length)] ?? low;
   else high = means[Math.ceil(0.94 * means.length) - 1] ?? high;
-  const room = 0.05 * (high - low || 1);
-  low -= room; high += room;
+  const margin = 0.05 * (high - low || 1);
+  low -= margin; high += margin;
   if (percent) high = Math.min(high, 1);
-  const wide = holder.clientWidth > 720;
+  const wide = holder.clientWidth > 720, room = letters(shown, 200);
   const about = `${metric.words} against ${unit[1]} for ${shown.join(", ")}`;
   const { root, inner, sx, sy } = frame(holder, about, {
-    height: wide ? 420 : 320, right: wide ? 120 : 12, x: [0, longest], y: [low * metric.scale, high * metric.scale],
+    height: wide ? 420 : 320, right: wide ? room + 12 : 12, x: [0, longest], y: [low * metric.scale, high * metric.scale],
     xlabel: unit[1], ylabel: metric.words + (percent ? ", %" : ""),
   });
   const clip = make("clipPath", { id: "plot" }, make("defs", {}, root));
@@ -183,6 +183,9 @@ function curves(section) {
   });
   over.addEventListener("pointerleave", () => { hush(); guide.setAttribute("visibility", "hidden"); });
 }
+
+// Pixels that names of methods need, at most so many.
+const letters = (labels, most) => Math.min(most, 12 + 6.7 * Math.max(0, ...labels.map((label) => label.length)));
 
 // The last measurement at or before a place; nothing beyond the end of the shortest run.
 function value(line, at) {
@@ -366,10 +369,10 @@ function partition(section) {
 
 function fairness(section) {
   const rows = data.ranking.filter((label) => data.fairness[label]), row = 34, narrow = find(".draw", section).clientWidth < 560;
-  const room = narrow ? 12 : 16; // letters of a name
+  const left = letters(rows, narrow ? 90 : 200), fits = Math.floor((left - 10) / 6.7);
   const low = Math.min(...rows.flatMap((label) => data.fairness[label].points));
   const { root, inner, sx } = frame(find(".draw", section), `Accuracy of every client for ${rows.join(", ")}`, {
-    height: 24 + row * rows.length + 40, top: 24, left: narrow ? 88 : 116, right: narrow ? 96 : 130, x: [Math.min(98, Math.floor(10 * low) * 10), 100], y: [0, 1],
+    height: 24 + row * rows.length + 40, top: 24, left, right: narrow ? 96 : 130, x: [Math.min(98, Math.floor(10 * low) * 10), 100], y: [0, 1],
     xlabel: "accuracy of a client, %", least: 340,
   });
   make("text", { x: inner.right + 14, y: 15, class: "strong" }, root, "worst tenth, %");
@@ -377,7 +380,7 @@ function fairness(section) {
     const { points, quartiles, worst } = data.fairness[label], y = inner.top + row * (k + 0.5), { colour } = look(label);
     const [q1, median, q3] = quartiles.map((share) => sx(100 * share));
     make("line", { class: "rule", x1: inner.left, x2: inner.right, y1: y + row / 2, y2: y + row / 2 }, root);
-    make("text", { x: 0, y: y + 4, class: "strong" }, root, label.length > room ? `${label.slice(0, room - 1)}\u2026` : label);
+    make("text", { x: 0, y: y + 4, class: "strong" }, root, label.length > fits ? `${label.slice(0, fits - 1)}\u2026` : label);
     make("rect", { x: q1, y: y - 11, width: Math.max(1, q3 - q1), height: 22, style: `fill:${colour};opacity:.18` }, root);
     points.forEach((share, index) =>  // spread by a fixed sequence, so that the picture is always the same
       make("circle", { cx: sx(100 * share), cy: y - 9 + 18 * ((index * 0.618034) % 1), r: 2.6, style: `fill:${colour};opacity:.65` }, root));

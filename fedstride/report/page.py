@@ -7,8 +7,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from fedstride.report.findings import Cell, Findings, goal_words, grouped, words
+from fedstride.report.findings import Findings, grouped
 from fedstride.report.runs import Record
+from fedstride.report.sentences import Cell, goal_words, words
 
 HERE = Path(__file__).parent
 
@@ -27,8 +28,8 @@ def render(title: str, findings: Findings, data: dict[str, Any], records: list[R
         title=escape(title),
         style=(HERE / "page.css").read_text(encoding="utf-8"),
         script=(HERE / "page.js").read_text(encoding="utf-8"),
-        headline=escape(findings.headline) + ".",
-        details="\n".join(f'<p class="about">{escape(words)}</p>' for words in findings.details),
+        headline=_bound(findings.headline) + ".",
+        details="\n".join(f'<p class="about">{_bound(sentence)}</p>' for sentence in findings.details),
         notices=_notices(findings.notices),
         summary=escape(_summary(findings)),
         table=_table(findings),
@@ -43,6 +44,11 @@ def embed(data: Any) -> str:
     """JSON that cannot end its script element, whatever the strings in it say."""
     words = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return words.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _bound(sentence: str) -> str:
+    """Percent signs and intervals stay with their numbers."""
+    return html.escape(re.sub(" (?=%|\N{PLUS-MINUS SIGN})", "\N{NO-BREAK SPACE}", sentence))
 
 
 def _without(template: str, name: str) -> str:
