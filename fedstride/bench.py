@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedstride import models
+from fedstride.algorithms import FedAvg
 from fedstride.clients import Clients
 from fedstride.simulate import simulate
 
@@ -27,7 +28,7 @@ def measure() -> Iterator[dict[str, Any]]:
             for backend in ("sequential", "vmap"):
                 times: list[float] = []
                 simulate(
-                    "fedavg", models.make(name, inputs=shape), clients, rounds=4, steps=steps, backend=backend,
+                    FedAvg(), models.make(name, inputs=shape), clients, rounds=4, steps=steps, backend=backend,
                     progress=lambda row, times=times: times.append(time.perf_counter()),  # type: ignore[misc]
                 )  # fmt: skip
                 seconds = min(b - a for a, b in zip(times, times[1:]))  # the first round warms up

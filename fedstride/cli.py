@@ -79,6 +79,9 @@ def sweep(
     for text in over or []:
         path, values = text.partition("=")[::2]
         description.setdefault("grid", {})[path] = [parse_override(f"v={value}")[1] for value in values.split(",")]
+    if "method.name" in description.get("grid", {}):
+        description.pop("methods", None)  # the grid says which methods
+        description["method"] = {"name": description["grid"]["method.name"][0]}
     if not description.get("grid"):
         raise FedstrideError("sweep needs a grid, such as --over lr=0.01,0.1")
     _exit(_study(description, "sweep", items, out, resume, json_, track, by)[1])
