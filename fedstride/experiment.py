@@ -35,6 +35,7 @@ from fedstride import (
     steps,
 )
 from fedstride.algorithm import REGISTRY
+from fedstride.algorithms import FedAvg
 from fedstride.checkpoint import write_whole
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
@@ -180,7 +181,7 @@ class Experiment(BaseModel):
     partition: _choice("partition") | None = Choice(name="dirichlet", clients=20, alpha=0.3)  # type: ignore[valid-type, call-arg]
     model: _choice("model") = Choice(name="mlp")  # type: ignore[valid-type]
     loss: _choice("loss") | None = None  # type: ignore[valid-type]  # None: by the kind of targets
-    method: _choice("method") = Choice(name="fedavg")  # type: ignore[valid-type]
+    method: _choice("method") = Choice(name=FedAvg.name)  # type: ignore[valid-type, attr-defined]
     rounds: int = Field(20, ge=1)
     seconds: float | None = Field(None, gt=0)
     lr: float | tuple[float, ...] = 0.1
