@@ -60,7 +60,9 @@ class Algorithm:
 
     def __new__(cls, *_: Any, **options: Any) -> "Algorithm":
         """Refuse unknown options in words."""
-        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        if not dataclasses.is_dataclass(cls):
+            raise FedstrideError(f"{cls.__name__} is not registered; put @register('its-name') above the class")
+        known = [field.name for field in dataclasses.fields(cls)]
         for option in options:
             if option not in known:
                 raise FedstrideError(f"{cls.name} has no option {option!r}; it has {', '.join(known) or 'none'}")

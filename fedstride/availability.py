@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from fedstride.sampling import Jobs
 
 class Availability:
     """A rule for who answers."""
+
+    chance: ClassVar[bool] = False  # absence is bad luck of one job, not being away
 
     def check(self, count: int) -> None:
         """Refuse a rule under which nobody can ever answer."""
@@ -33,6 +35,7 @@ class Availability:
 class Dropout(Availability):
     """A client asked in a round is lost for that round with probability p."""
 
+    chance = True
     p: float
 
     def check(self, count: int) -> None:
@@ -56,7 +59,7 @@ class Cycle(Availability):
     together: bool = False
 
     def check(self, count: int) -> None:
-        if not all(isinstance(v, Real) for v in (self.on, self.period)) or not 0 < self.on <= self.period:
+        if not all(isinstance(v, Real) for v in (self.on, self.period)) or not 0 < self.on <= self.period < np.inf:
             raise FedstrideError(f"availability: needs 0 < on <= period, not on={self.on!r}, period={self.period!r}")
 
     def answers(self, jobs: Jobs, now: float, seed: int) -> np.ndarray:
@@ -78,16 +81,27 @@ class Windows(Availability):
 
     windows: tuple[tuple[int, float, float], ...]  # client, from, to
 
+    def __post_init__(self) -> None:
+        mine: dict[int, list[tuple[float, float]]] = {}
+        for client, start, end in self.windows:
+            mine.setdefault(client, []).append((start, end))
+        object.__setattr__(self, "_mine", mine)
+
+    def check(self, count: int) -> None:
+        for client, _, _ in self.windows:
+            if not 0 <= client < count:
+                raise FedstrideError(f"availability: the file names client {client}; clients are 0 to {count - 1}")
+
     def answers(self, jobs: Jobs, now: float, seed: int) -> np.ndarray:
-        listed = {client for client, _, _ in self.windows}
-        present = {client for client, start, end in self.windows if start <= now < end}
-        return np.array([int(client) not in listed or int(client) in present for client in jobs.clients], dtype=bool)
+        return np.array([self._there(client, now) for client in jobs.clients.tolist()], dtype=bool)
+
+    def _there(self, client: int, now: float) -> bool:
+        mine = self._mine.get(client)  # type: ignore[attr-defined]
+        return mine is None or any(start <= now < end for start, end in mine)
 
     def wake(self, jobs: Jobs, now: float, seed: int) -> float:
-        asked = set(jobs.clients.tolist())
-        return min(
-            (start for client, start, _ in self.windows if client in asked and start > now), default=float("inf")
-        )
+        own = (self._mine.get(client, ()) for client in jobs.clients.tolist())  # type: ignore[attr-defined]
+        return min((start for spans in own for start, _ in spans if start > now), default=float("inf"))
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,8 @@ def cycle(on: float, period: float) -> Availability:
 
 def daytime(hours: float = 12.0) -> Availability:
     """Everyone is there for so many hours of each day, and away for the rest of it."""
+    if not isinstance(hours, Real) or not 0 < hours <= 24:
+        raise FedstrideError(f"daytime needs hours above 0 and up to 24, not {hours!r}")
     return Cycle(hours * 3600, 24 * 3600.0, together=True)
 
 

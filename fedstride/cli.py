@@ -17,12 +17,12 @@ from rich.table import Table
 
 from fedstride import __version__, statistics
 from fedstride.errors import FedstrideError
-from fedstride.experiment import CHOICES, Experiment, read_toml, unknown
+from fedstride.experiment import CHOICES, Experiment, known_options, read_toml, unknown
 from fedstride.statistics import Run
 from fedstride.study import Planned, Study, override, parse_override
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, markup=False)
 
 Items = Annotated[
     list[str] | None,
@@ -58,7 +58,8 @@ def compare(
     description = _description(items, seeds)
     if methods is not None:
         description["methods"] = [_method(text) for text in methods.split(",")]
-    if len(description.get("methods", [])) < 2:
+    listed = description.get("methods", [])
+    if not isinstance(listed, list) or len(listed) < 2:
         raise FedstrideError("compare needs at least two methods, such as --methods fedavg,scaffold")
     folder, results = _study(description, "compare", items, out, resume, json_, track)
     _report(folder, None, quiet=json_)
@@ -79,11 +80,11 @@ def sweep(
     for text in over or []:
         path, values = text.partition("=")[::2]
         description.setdefault("grid", {})[path] = [parse_override(f"v={value}")[1] for value in values.split(",")]
-    if "method.name" in description.get("grid", {}):
-        description.pop("methods", None)  # the grid says which methods
-        description["method"] = {"name": description["grid"]["method.name"][0]}
-    if not description.get("grid"):
+    grid = description.get("grid")
+    if not isinstance(grid, dict) or not grid:
         raise FedstrideError("sweep needs a grid, such as --over lr=0.01,0.1")
+    if "method.name" in grid:
+        description.pop("methods", None)  # the grid says which methods
     _exit(_study(description, "sweep", items, out, resume, json_, track, by)[1])
 
 
@@ -93,6 +94,8 @@ def report(
     target: Annotated[float | None, typer.Option(help="The accuracy to count rounds, seconds and bytes to.")] = None,
 ) -> None:
     """Write one HTML page with tables and figures, the figures as PNG and SVG, and a table of all rows."""
+    if target is not None and not 0 < target <= 1:
+        raise FedstrideError(f"the target is an accuracy from 0 to 1, such as 0.9, not {target:g}")
     _report(folder, target)
 
 
@@ -101,7 +104,7 @@ def list_(what: Annotated[str | None, typer.Argument(help=f"One of {', '.join(CH
     """What can be chosen: methods, data, partitions, models, schedules, ..."""
     if what is not None and what.rstrip("s") not in CHOICES and what not in CHOICES:
         raise FedstrideError(unknown("list", what, list(CHOICES)))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for slot, choices in CHOICES.items():
         if what is not None and slot not in (what, what.rstrip("s")):
             continue
@@ -124,7 +127,7 @@ def bench(json_: Json = False) -> None:
     table = Table("model", "clients", "backend", "client-steps/s", box=None)
     for row in rows:
         table.add_row(row["model"], str(row["clients"]), row["backend"], f"{row['rate']:,.0f}")
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
 
 
 @app.command()
@@ -137,23 +140,35 @@ def _description(items: list[str] | None, seeds: str | None) -> dict[str, Any]:
     """Files first, then settings, in the order given."""
     description: dict[str, Any] = {}
     defaults = Experiment.parse({}).dump()
+    settings = []
     for item in items or []:
-        if "=" in item and not Path(item).exists():
-            path, value = parse_override(item)
-            head, dot, _ = path.partition(".")
-            if dot and head not in description and head in defaults:
-                description[head] = defaults[head]  # partition.clients=5 changes the default partition
-            description = override(description, path, value)
-        elif item.endswith(".toml") or Path(item).exists():
+        if _is_file(item):
             description |= read_toml(item)
         else:
-            parse_override(item)  # says what is wrong with it
+            settings.append(parse_override(item))
+    for path, value in settings:
+        head, dot, rest = path.partition(".")
+        if head == "method":
+            description.pop("methods", None)  # said on the command line, it is the one that is meant
+        if dot and head not in description and head in defaults:
+            description[head] = defaults[head]  # partition.clients=5 changes the default partition
+            if rest == "name" and value in CHOICES.get(head, {}):
+                allowed = known_options(head, value)[0]
+                description[head] = {key: given for key, given in defaults[head].items() if key in allowed}
+        description = override(description, path, value)
     if seeds is not None:
         values = parse_override(f"seeds=[{seeds}]")[1]
         if not isinstance(values, list):
             raise FedstrideError(f"seeds must be a number or a list such as 0,5,7, not {seeds!r}")
         description["seeds"] = values[0] if len(values) == 1 else values
     return description
+
+
+def _is_file(item: str) -> bool:
+    try:
+        return item.endswith(".toml") or Path(item).is_file()
+    except OSError:  # a setting longer than a file name may be
+        return False
 
 
 def _method(text: str) -> dict[str, Any]:
@@ -226,11 +241,20 @@ def _live(study: Study, quiet: bool) -> Iterator[tuple]:
         yield watch, done
 
 
-def _metric(results: dict[str, list[Run]], wanted: str) -> str:
-    """A metric that all runs have: the one wanted, or else a loss."""
-    names = [wanted, "loss", "train_loss", "local_loss"]
+def _metric(results: dict[str, list[Run]], wanted: str | None) -> str:
+    """The metric to show: the one asked for, or the first of accuracy and the losses that all runs have."""
     finished = [run for runs in results.values() for run in runs if run.status != "diverged"]
-    return next((name for name in names if all(any(name in row for row in run.rows) for run in finished)), wanted)
+    common = [
+        name
+        for name in (finished[0].rows[-1] if finished else {})
+        if isinstance(finished[0].rows[-1][name], (int, float))
+    ]
+    common = [name for name in common if all(any(name in row for row in run.rows) for run in finished)]
+    if wanted is not None:
+        if finished and wanted not in common:
+            raise FedstrideError(unknown("metric", wanted, common))
+        return wanted
+    return next((name for name in ("accuracy", "loss", "train_loss", "local_loss") if name in common), "accuracy")
 
 
 def _summary(results: dict[str, list[Run]]) -> list[dict[str, Any]]:
@@ -244,14 +268,22 @@ def _summary(results: dict[str, list[Run]]) -> list[dict[str, Any]]:
 
 def _print(results: dict[str, list[Run]], by: str | None, folder: Path) -> None:
     """The table a person wants to read; with `by`, the best first."""
-    metric = _metric(results, by or "accuracy")
+    metric = _metric(results, by)
     scale = 100.0 if metric == "accuracy" else 1.0
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     table = Table(
         "method", f"{metric}{' %' if scale == 100 else ''}", "best", "client steps", "MB", "virtual s", box=None
     )
     rows = {label: statistics.summarise(runs, metric) for label, runs in results.items()}
-    sign = 1 if metric.endswith("loss") else -1
+    smaller = metric.endswith("loss") or metric in (
+        "seconds",
+        "steps",
+        "bytes_up",
+        "bytes_down",
+        "rejected",
+        "staleness",
+    )
+    sign = 1 if smaller else -1
     order = sorted(rows, key=lambda label: (rows[label].mean is None, sign * (rows[label].mean or 0))) if by else rows
     for label in order:
         runs = results[label]
@@ -266,14 +298,17 @@ def _print(results: dict[str, list[Run]], by: str | None, folder: Path) -> None:
             f"{seconds:,.2f}",
         )
     console.print(table)
-    if by:
-        console.print(f"best by {metric}: {next(iter(order))}")
+    first = next(iter(order))
+    if by and rows[first].mean is not None:
+        console.print(f"best by {metric}: {first}")
     several = any(len(runs) > 1 for runs in results.values())
     console.print(f"{'mean and 95 % interval over seeds; ' if several else ''}results in {folder}")
 
 
 def _short(summary: statistics.Summary, scale: float) -> str:
-    return f"{scale * summary.mean:.2f}" if summary.mean is not None and summary.n == 1 else summary.text(scale)
+    if summary.mean is None or summary.n > 1:
+        return summary.text(scale)
+    return f"{scale * summary.mean:.2f}" if scale == 100 else f"{summary.mean:.4g}"
 
 
 def _mean(runs: list[Run], name: str) -> float:
@@ -297,7 +332,7 @@ def main() -> None:
     try:
         app()
     except FedstrideError as error:
-        err.print(f"error: {error}", markup=False, soft_wrap=True)
+        err.print(f"error: {error}", soft_wrap=True)
         sys.exit(2)
 
 

@@ -44,6 +44,7 @@ class Course:
         self.started = 0  # jobs so far; their numbers
         self.jobs: dict[int, Job] = {}  # in training, in a send buffer or on the way
         self.needed: dict[int, None] = {}  # those that will reach the server for certain, in the order this was known
+        self.held: set[int] = set()  # those that have reached it and were not handed over yet
         self.taken = [-1] * count  # every client's last version
         self.repeats = [0] * count
         self.gone: list[tuple[Job, str]] = []  # jobs of which nothing came, and why; for the timeline
@@ -62,6 +63,11 @@ class Course:
         """Models a client may still start from."""
         return {self.version}
 
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing is going to happen until the server has a new model."""
+        return not len(self.clock)
+
     def times(self, number: int) -> int:
         """How often a reply counts."""
         return 1
@@ -76,6 +82,7 @@ class Course:
             number = self.handle(*self.clock.pop())
             if number is not None:
                 del self.needed[number]
+                self.held.add(number)
                 return number
         raise FedstrideError(f"at virtual second {self.clock.now:g} {self.stalled()}")
 
@@ -85,7 +92,11 @@ class Course:
 
     def release(self, number: int) -> None:
         """The server has taken this result in."""
+        self.held.discard(number)
         del self.jobs[number]
+
+    def refuse(self, count: int) -> None:
+        """So many of the results were not usable: the server goes on waiting for others, if it waits for a number."""
 
     def _start(self, client: int, version: int, at: float, lost: bool) -> int:
         """A client begins to train."""
@@ -142,7 +153,7 @@ class BufferedCourse(Course):
         super().__init__(costs, work, seed, now)
         self.size = size
         self.idle = list(range(len(costs.step)))
-        self.free = len(self.idle) if concurrency is None else concurrency
+        self.free = len(self.idle) if concurrency is None else int(concurrency)
         self.arrived = 0  # since the server acted
         self.dispatches = 0  # draws so far
         self.alarm = -1.0  # when an absent client will be back
@@ -178,6 +189,9 @@ class BufferedCourse(Course):
         self.arrived += 1
         return subject
 
+    def refuse(self, count: int) -> None:
+        self.arrived -= count
+
     def _dispatch(self) -> None:
         self.planned = -1.0
         now, absent, back = self.clock.now, [], float("inf")
@@ -205,7 +219,7 @@ class BufferedCourse(Course):
     def stalled(self) -> str:
         return (
             f"nobody is at work and nobody can be sent for: clients {_some(self.idle)} are away and not known to come "
-            f"back; the server has {self.arrived} of {self.size} updates"
+            f"back; the server has {self.arrived} of {self.size} updates; let clients come back, or lower the size"
         )
 
 
@@ -315,10 +329,13 @@ class FirstArrivalsCourse(_Receiving):
         self.arrived += 1
         return subject
 
+    def refuse(self, count: int) -> None:
+        self.arrived -= count
+
     def stalled(self) -> str:
         return (
             f"the server has {self.arrived} of {self.n} updates and nobody is at work: clients {_some(self.waiting)} "
-            "wait for a newer model or are away for good; lower n"
+            "wait for a newer model or are away and not known to come back; lower n, or let them come back"
         )
 
 
@@ -334,6 +351,11 @@ class SendBuffersCourse(_Receiving):
     def __init__(self, costs: Costs, work: Work, seed: int, now: float, n: int, resend: bool):
         super().__init__(costs, work, seed, now)
         self.n, self.resend = n, resend
+        if resend and max(costs.step) > 0 and max(costs.up) == max(costs.latency) == 0:
+            raise FedstrideError(
+                "resend needs links that take time: otherwise the server acts on the same updates for ever while the "
+                "clock stands still; give the world links, such as fs.links.bandwidth(1e9, latency=0.01)"
+            )
         self.slots: dict[int, int] = {}  # client -> finished job
         self.running: dict[int, int] = {}  # client -> job in training
         self.asked: set[int] = set()  # clients whose next update goes straight to the server
@@ -360,7 +382,8 @@ class SendBuffersCourse(_Receiving):
         return self.draws[self.jobs[number].client]
 
     def release(self, number: int) -> None:
-        if self.slots.get(self.jobs[number].client) != number:
+        self.held.discard(number)
+        if self.slots.get(self.jobs[number].client) != number and number not in self.needed:
             super().release(number)
 
     def _started(self, number: int, job: Job) -> None:
@@ -397,7 +420,7 @@ class SendBuffersCourse(_Receiving):
         if not wanted or self.resend:
             old = self.slots.get(job.client)
             self.slots[job.client] = number
-            if old is not None and old not in self.needed:
+            if old is not None and old not in self.needed and old not in self.held:
                 self._forget(old, "overwritten")
 
     def _request(self, client: int) -> None:
@@ -416,7 +439,7 @@ class SendBuffersCourse(_Receiving):
     def stalled(self) -> str:
         return (
             f"the server waits for clients {_some(sorted(self.asked))}, which it drew, but they are away and not known "
-            "to come back"
+            "to come back; use an availability that says when, such as cycle or a trace"
         )
 
 
@@ -441,6 +464,7 @@ class ReplayCourse(Course):
     def publish(self, version: int) -> None:
         self.version, self.place = version, 0
         self.sent += self.updates[version]["sent"]
+        self.clock.now = self.updates[version]["seconds"]
         for position, place in self._of_version.get(version, ()):
             row, number = self.updates[position]["jobs"][place], self._first[position] + place
             _, _, lr = self.work(row["client"], version)
@@ -457,14 +481,17 @@ class ReplayCourse(Course):
     def closed(self) -> bool:
         return self.place >= len(self.updates[self.version]["jobs"])
 
+    @property
+    def stuck(self) -> bool:
+        return False
+
     def times(self, number: int) -> int:
         position = self.version
         return self.updates[position]["jobs"][number - self._first[position]]["times"]
 
     def advance(self) -> int:
         number = self._first[self.version] + self.place
-        update = self.updates[self.version]
-        self.clock.now, self.place = update["seconds"], self.place + 1
+        self.place += 1
         self.needed.pop(number, None)
         return number
 

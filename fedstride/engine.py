@@ -42,6 +42,7 @@ class Transport(Protocol):
 
     now: float  # virtual or real seconds since the start
     sent: int  # messages to clients so far
+    refused: set[int]  # clients whose uploads were rejected since one was used
 
     def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None) -> Iterator[Answers]:
         """Send the message to the clients of the jobs; yield replies in any grouping, some perhaps never.
@@ -135,10 +136,11 @@ def _round(
     run.round = number
     if row["clients"]:
         row |= plan.algorithm.report(run.state)
+    gone = transport.gone()
     if run.timeline is not None:
-        run.timeline.add_gone(transport.gone())
+        run.timeline.add_gone(gone)
         if number:
-            run.timeline.add_update(number, run.seconds, transport.sent - sent)
+            run.timeline.add_update(number, run.seconds, transport.sent - sent, participation.by_weight)
     if run.status != "diverged" and (number % plan.every == 0 or number == plan.rounds or run.seconds >= plan.seconds):
         row |= plan.evaluate(plan.algorithm.model(run.state))
     run.rows.append(row)
@@ -206,7 +208,7 @@ def _exchange(
         staleness = replies.each("staleness")
         row["staleness"], row["max_staleness"] = float((replies.factors * staleness).sum()), int(staleness.max())
         run.state = exchange.server(run.state, replies)
-    elif rejected and exchange.audience is None and (jobs is not None or _hopeless(run, plan, rejected)):
+    elif rejected and exchange.audience is None and (jobs is not None or len(transport.refused) >= plan.fleet.clients):
         run.status = "diverged"
     if jobs is None or exchange.audience is not None:  # those who were not asked did not fail
         return jobs
@@ -214,15 +216,6 @@ def _exchange(
         return jobs.take(slice(0, 0))
     together = Jobs(*(np.concatenate(columns) for columns in zip(*done)))
     return together.take(np.argsort(together.clients))
-
-
-def _hopeless(run: Run, plan: Plan, rejected: int) -> bool:
-    """Whether, in an asynchronous run, as many updates were rejected in a row as there are clients."""
-    for row in reversed(run.rows):
-        if row["clients"]:
-            break
-        rejected += row["rejected"]
-    return rejected >= plan.fleet.clients
 
 
 def _jobs(run: Run, plan: Plan, cohort: Cohort, number: int) -> Jobs:
@@ -255,7 +248,10 @@ def single_job(plan: Plan, client: int, version: int) -> tuple[int, int, float]:
 
 def rates(plan: Plan, number: int) -> np.ndarray:
     """[N]: everybody's learning rate in a round."""
-    given = np.asarray(plan.lr(number), dtype=np.float64)
+    try:
+        given = np.asarray(plan.lr(number), dtype=np.float64)
+    except (TypeError, ValueError):
+        raise FedstrideError(f"lr must give numbers; in round {number} it gives {plan.lr(number)!r}") from None
     if given.size not in (1, plan.fleet.clients) or not np.isfinite(given).all() or (given <= 0).any():
         raise FedstrideError(
             f"lr must be one positive number, or one for each of {plan.fleet.clients} clients; "

@@ -47,7 +47,7 @@ FLEETS: dict[str, Callable[..., Any]] = {
     "least-squares": data.least_squares,
     "synthetic": data.synthetic,
 }  # born partitioned
-AUTOMATIC = ("dataset", "seed", "inputs", "classes")  # filled in from the rest of the experiment, unless given
+AUTOMATIC = ("seed", "classes")  # filled in from the rest of the experiment, unless given
 
 
 def _top5(outputs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -114,6 +114,20 @@ class Choice(BaseModel):
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
 
 
+def known_options(slot: str, name: str) -> tuple[dict[str, Any], list[str]]:
+    """The options of a choice with their defaults, and those that must be given."""
+    if slot in ("loss", "metrics"):
+        return {}, []
+    if slot == "data" and name not in FLEETS:
+        paths = {"path": None, "test": None, "features": None} if name == "svmlight" else {}
+        return {"normalise": True} | paths, ["path"] if paths else []
+    parameters = inspect.signature(CHOICES[slot][name]).parameters
+    allowed = {key: found.default for key, found in parameters.items() if key not in ("dataset", "inputs")}
+    automatic = () if slot == "partition" else AUTOMATIC
+    needed = [key for key, default in allowed.items() if default is inspect.Parameter.empty and key not in automatic]
+    return allowed | ({"seed": 0} if slot == "model" else {}), needed
+
+
 def _choice(slot: str) -> Any:
     """A field whose value is one of the choices of a slot."""
 
@@ -124,28 +138,21 @@ def _choice(slot: str) -> Any:
             value = value.model_dump()
         if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
             return value
-        name, known = value["name"], CHOICES[slot]
-        if name not in known:
-            raise ValueError(unknown(slot, name, sorted(known)))
-        if name in data.files.NAMES and slot == "data":
-            allowed = ["normalise"] + (["path", "test", "features"] if name == "svmlight" else [])
-            needed = ["path"] if name == "svmlight" else []
-        elif slot in ("loss", "metrics"):
-            allowed, needed = [], []
-        else:
-            parameters = inspect.signature(known[name]).parameters
-            allowed = [key for key in parameters if key not in ("dataset", "inputs")]
-            needed = [
-                key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in AUTOMATIC
-            ]
-            needed += ["classes"] if slot == "partition" and "classes" in needed else []
-        for key in value:
-            if key != "name" and key not in allowed:
-                raise ValueError(
-                    unknown(f"option of {slot} {name!r}:", key, allowed)
-                    if allowed
-                    else (f"{slot} {name!r} has no options, but {key!r} is given")
-                )
+        name = value["name"]
+        if name not in CHOICES[slot]:
+            raise ValueError(unknown(slot, name, sorted(CHOICES[slot])))
+        allowed, needed = known_options(slot, name)
+        for key, given in value.items():
+            if key == "name":
+                continue
+            if key not in allowed:
+                nothing = f"{slot} {name!r} has no options, but {key!r} is given"
+                raise ValueError(unknown(f"option of {slot} {name!r}:", key, list(allowed)) if allowed else nothing)
+            if isinstance(allowed[key], bool) != isinstance(given, bool) and isinstance(
+                allowed[key], (bool, int, float)
+            ):
+                right = "true or false" if isinstance(allowed[key], bool) else "a number"
+                raise ValueError(f"{key} of {slot} {name!r} must be {right}, not {given!r}")
         for key in needed:
             if key not in value:
                 raise ValueError(f"{slot} {name!r} needs {key}")
@@ -157,7 +164,7 @@ def _choice(slot: str) -> Any:
 class Surroundings(BaseModel):
     """`fs.World` as data."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     devices: float | tuple[float, ...] | _choice("devices") | None = None  # type: ignore[valid-type]
     links: _choice("links") | None = None  # type: ignore[valid-type]
     availability: _choice("availability") | None = None  # type: ignore[valid-type]
@@ -166,8 +173,8 @@ class Surroundings(BaseModel):
 class Goal(BaseModel):
     """`fs.Target` as data."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    accuracy: float | None = None
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    accuracy: float | None = Field(None, ge=0, le=1)
     loss: float | None = None
     train_loss: float | None = None
 
@@ -175,7 +182,7 @@ class Goal(BaseModel):
 class Experiment(BaseModel):
     """A run: what `fs.simulate` takes, as data, and where the data come from."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     data: _choice("data") = Choice(name="digits")  # type: ignore[valid-type]
     partition: _choice("partition") | None = Choice(name="dirichlet", clients=20, alpha=0.3)  # type: ignore[valid-type, call-arg]
@@ -200,7 +207,7 @@ class Experiment(BaseModel):
     metrics: tuple[_choice("metrics"), ...] = ()  # type: ignore[valid-type]
     train_loss: bool = False
     stop: Goal | None = None
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**62)
     device: str = "auto"
     backend: str = "auto"
     dtype: Literal["float32", "float64"] = "float32"
@@ -213,6 +220,12 @@ class Experiment(BaseModel):
         if value is not None and not np.isfinite(value).all():
             raise ValueError("must be finite")
         return value
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise FedstrideError(_sentence(error, Experiment)) from None
 
     @classmethod
     def parse(cls, description: Any) -> "Experiment":
@@ -255,7 +268,7 @@ class Experiment(BaseModel):
             inputs.check_schedule(method, plan, resolved, count, self.rounds, remembers)
             inputs.check_time(method, world, plan, Pace(world, count, self.seed))
             inputs.rate(self.lr, count)
-        inputs.budget(self.seconds, world)
+        inputs.budget(self.seconds, world, method)
         inputs.local(method, self.momentum, self.weight_decay, self.clip)
         inputs.device(self.device)
         clients, test, classes = self.fleet()
@@ -294,7 +307,10 @@ class Experiment(BaseModel):
             return clients, test, tuple(str(label) for label in range(int(clients.targets.max()) + 1))
         if self.partition is None:
             raise FedstrideError("a partition is needed, such as {name = 'iid', clients = 20}")
-        dataset = _dataset(self.data.name, json.dumps(own, sort_keys=True))
+        try:
+            dataset = _dataset(self.data.name, json.dumps(own, sort_keys=True))
+        except TypeError as error:
+            raise FedstrideError(f"data {self.data.name!r} cannot take {own}: {error}") from None
         options = {"seed": seed} | self.partition.options
         return CHOICES["partition"][self.partition.name](dataset, **options), dataset.test, dataset.classes
 
@@ -356,16 +372,23 @@ def parse(kind: type[BaseModel], description: Any) -> Any:
     try:
         return kind.model_validate(description)
     except ValidationError as error:
-        first = min(error.errors(), key=lambda e: e["type"] not in ("value_error", "extra_forbidden"))
-        names = [str(part) for part in first["loc"] if not (isinstance(part, str) and _internal(part))]
-        where = ".".join(names) or "the description"
-        if first["type"] == "extra_forbidden":
-            fields = Surroundings if names[:-1] == ["world"] else Goal if names[:-1] == ["stop"] else kind
-            inside = f" in {'.'.join(names[:-1])}" if names[1:] else ""
-            raise FedstrideError(unknown(f"key{inside}", names[-1], sorted(fields.model_fields))) from None
-        message = first["msg"].removeprefix("Value error, ")
-        given = "" if first["type"] == "value_error" else f", not {str(first['input'])[:80]!r}"
-        raise FedstrideError(f"{where}: {message[:1].lower() + message[1:]}{given}") from None
+        raise FedstrideError(_sentence(error, kind)) from None
+
+
+def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
+    """The first mistake, where it is and what would be right."""
+    first = min(error.errors(), key=lambda e: e["type"] not in ("value_error", "extra_forbidden"))
+    names = [str(part) for part in first["loc"] if not (isinstance(part, str) and _internal(part))]
+    where = ".".join(names) or "the description"
+    if first["type"] == "extra_forbidden":
+        fields = Surroundings if names[:-1] == ["world"] else Goal if names[:-1] == ["stop"] else kind
+        inside = f" in {'.'.join(names[:-1])}" if names[1:] else ""
+        return unknown(f"key{inside}", names[-1], sorted(fields.model_fields))
+    message = first["msg"].removeprefix("Value error, ")
+    for internal in ("Choice", "Surroundings", "Goal", "Experiment"):
+        message = message.replace(f"valid dictionary or instance of {internal}", "table with a name or fields")
+    given = "" if first["type"] == "value_error" else f", not {str(first['input'])[:80]!r}"
+    return f"{where}: {message[:1].lower() + message[1:]}{given}"
 
 
 def _internal(part: str) -> bool:

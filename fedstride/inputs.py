@@ -63,10 +63,12 @@ def rate(lr: Any, count: int) -> Callable[[int], Any]:
     return lambda round: rates
 
 
-def budget(seconds: Any, world: Any) -> float:
+def budget(seconds: Any, world: Any, method: Algorithm) -> float:
     """How many virtual seconds a run may take."""
     if seconds is None:
         return float("inf")
+    if method.pooled:
+        raise FedstrideError(f"{method.name} takes no virtual time, so seconds cannot end it; give rounds alone")
     if world is None:
         raise FedstrideError("seconds need a world in which work takes time, such as fs.World(devices=0.01)")
     if real("seconds", seconds) <= 0:

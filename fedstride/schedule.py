@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from fedstride import courses
 from fedstride.errors import FedstrideError
+from fedstride.participation import Weighted
 from fedstride.world import Costs
 
 
@@ -132,19 +133,22 @@ class Replay(Schedule):
 
     asynchronous = True
     trace: Iterable[dict[str, Any]] = field(repr=False)
+    participation: Any = field(init=False, default=None, repr=False)
     digest: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         try:
             updates = tuple(json.loads(json.dumps(list(self.trace))))
             for update in updates:
-                float(update["seconds"]), int(update["sent"])
+                _check_trace(update, ("sent", "by_weight"), ("seconds",))
                 for job in update["jobs"]:
-                    for name in ("client", "version", "repeat", "target", "steps", "times", "start", "end"):
-                        float(job[name])
+                    names = ("client", "version", "repeat", "target", "steps", "times")
+                    _check_trace(job, names, ("start", "end"))
         except (TypeError, ValueError, KeyError) as error:
-            raise FedstrideError(f"this is not a trace; use result.timeline.trace(): {error!r}") from None
+            raise FedstrideError(f"this is not a trace, such as result.timeline.trace() gives: {error!r}") from None
         object.__setattr__(self, "trace", updates)
+        if any(update["by_weight"] for update in updates):  # the draws carried the weights, so replies count m_i / n
+            object.__setattr__(self, "participation", Weighted(1))
         object.__setattr__(self, "digest", hashlib.sha256(json.dumps(updates).encode()).hexdigest()[:16])
 
     def check(self, count: int, rounds: int) -> None:
@@ -168,6 +172,15 @@ class Replay(Schedule):
 
     def course(self, costs: Costs, work: courses.Work, seed: int, now: float) -> courses.Course:
         return courses.ReplayCourse(costs, work, seed, now, tuple(self.trace))
+
+
+def _check_trace(row: dict[str, Any], counts: tuple[str, ...], times: tuple[str, ...]) -> None:
+    for name in counts:
+        if not isinstance(row[name], int) or row[name] < (name in ("target", "steps", "times")):
+            raise ValueError(f"{name} is {row[name]!r}")
+    for name in times:
+        if not isinstance(row[name], (int, float)) or not row[name] >= 0:
+            raise ValueError(f"{name} is {row[name]!r}")
 
 
 def _check_count(name: str, value: Any) -> None:

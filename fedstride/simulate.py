@@ -144,7 +144,7 @@ def simulate(
     rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
 
     evaluate = Evaluation(oracle.model, loss, test, metrics, (clients, fleet.weights) if train_loss else None)
-    limits = (stop, schedule, inputs.budget(seconds, world))
+    limits = (stop, schedule, inputs.budget(seconds, world, method))
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, *limits)
     job = partial(single_job, plan)
     transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, pace, schedule, job)

@@ -52,7 +52,10 @@ class Simulator:
         self.course: Course | None = None
         self._bytes = (0, 0)  # of a message and an upload, which the course's costs come from
         self._messages: dict[int, Any] = {}  # by version, as long as a job may start from it
+        self._kept = 4  # models kept when they were last looked through
         self._contents: dict[int, Content] = {}  # by number of the job
+        self._rejections = 0  # since the newest model was published
+        self.refused: set[int] = set()  # clients whose updates were rejected since one was used
 
     @torch.no_grad()
     def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None = None) -> Iterator[Answers]:
@@ -69,6 +72,11 @@ class Simulator:
             late = done < jobs.steps
             if deadline.late == "drop":
                 done = np.where(late, 0, done)
+            if len(done) == len(self._sampler.clients) and not done.any() and deadline.late == "drop":
+                raise FedstrideError(
+                    f"at virtual second {self.now:g} no client of the fleet can finish its steps within the deadline "
+                    f"of {cut:g} s; give more time, fewer steps, or late='cut'"
+                )
             jobs, down, late = (jobs._replace(steps=done).take(done > 0), down[done > 0], late[done > 0])
         end = self.now
         if cut is not None and (late.any() or len(jobs.clients) < asked):
@@ -120,23 +128,42 @@ class Simulator:
         to arrive. Replies are handed over in groups: before anything is trained, because memories must count by then,
         and when the server acts.
         """
-        course = self.course or self._open(exchange, message)
-        sent = course.sent
-        self._messages[version] = as_rows(message)
+        course, message = self.course or self._open(exchange, message), as_rows(message)
+        sent, everyone = course.sent, len(self._sampler.clients)
+        # Models read from a checkpoint have the right fields; here they get the method's own type back.
+        self._messages = {v: type(message)(*kept) for v, kept in self._messages.items()} | {version: message}
         course.publish(version)
+        self._prune(course)
         arrived: list[tuple[int, float]] = []
-        while not course.closed:
+        self._rejections = 0
+        while not course.closed and len(self.refused) < everyone:
+            if course.stuck and self._rejections:
+                break  # all others wait for a new model: the server acts on what it has
             number = course.advance()
             if number not in self._contents:
-                if arrived:
-                    yield self._hand_over(course, arrived)
-                    arrived = []
+                yield from self._settle(course, arrived)
                 self._train_ahead(exchange, course, number)
             arrived.append((number, course.clock.now))
+            if course.closed or course.stuck:
+                yield from self._settle(course, arrived)
         self.now = course.clock.now
         self.sent += course.sent - sent
+
+    def _settle(self, course: Course, arrived: list[tuple[int, float]]) -> Iterator[Answers]:
+        """Hand over what has arrived; rejected replies do not count, so the schedule may go on."""
         if arrived:
+            before = self._rejections
             yield self._hand_over(course, arrived)
+            course.refuse(self._rejections - before)
+            arrived.clear()
+
+    def _prune(self, course: Course) -> None:
+        """Forget models from which no job will be computed any more; not every time, since all jobs are looked at."""
+        if len(self._messages) <= 2 * self._kept:
+            return
+        waiting = {job.version for number, job in course.jobs.items() if number not in self._contents}
+        self._messages = {v: kept for v, kept in self._messages.items() if v in waiting or v in course.versions}
+        self._kept = max(4, len(self._messages))
 
     def _open(self, exchange: Exchange, message: Any) -> Course:
         """Begin the course: its costs need the bytes that travel, so client 0 shows once what an upload is."""
@@ -165,7 +192,7 @@ class Simulator:
         message = self._messages[versions[0]]
         if len(set(versions)) > 1:
             rows = [self._messages[version] for version in versions]
-            message = type(message)(*(torch.cat(values) for values in zip(*rows)))
+            message = type(message)(*(_stacked(values, self._oracle.model.x) for values in zip(*rows)))
         work, upload, memory = self._train(exchange, message, jobs)
         for row, other in enumerate(numbers):
             # Copies, so that a late result does not keep all of its batch in memory.
@@ -175,8 +202,6 @@ class Simulator:
             ]
             loss = None if work.train_loss is None else work.train_loss[row : row + 1].clone()
             self._contents[other] = Content(own[0], own[1], loss)
-        waiting = {course.jobs[other].version for other in course.jobs if other not in self._contents}
-        self._messages = {v: kept for v, kept in self._messages.items() if v in waiting or v in course.versions}
 
     def _hand_over(self, course: Course, arrived: list[tuple[int, float]]) -> Answers:
         """The contents of some jobs as one group of replies."""
@@ -197,6 +222,8 @@ class Simulator:
 
     def keep(self, answers: Answers, used: np.ndarray) -> None:
         """Memories of used uploads become the clients' own; the others stay as they were."""
+        self._rejections += int((~used).sum())
+        self.refused = set() if used.any() else self.refused | set(answers.jobs.clients.tolist())
         if answers.memory and used.any():
             mask = torch.as_tensor(used, device=self._oracle.model.x.device)
             self.memories.put(answers.jobs.clients[used], [value[mask] for value in answers.memory])
@@ -206,6 +233,8 @@ class Simulator:
         if self.course is None:
             return []
         gone, self.course.gone = self.course.gone, []
+        if gone:  # what was resent before it was overwritten has been computed
+            self._contents = {number: kept for number, kept in self._contents.items() if number in self.course.jobs}
         return gone
 
     def under_way(self) -> list[Job]:
@@ -214,7 +243,7 @@ class Simulator:
 
     def dump(self) -> dict[str, Any]:
         """Everything a resumed run needs, as plain data and tensors."""
-        stored: dict[str, Any] = {"batches": self.batches, "trained": self.trained}
+        stored: dict[str, Any] = {"batches": self.batches, "trained": self.trained, "refused": sorted(self.refused)}
         if self.course is not None:
             contents = tuple((number, *content) for number, content in self._contents.items())
             stored |= {"course": self.course.dump(), "bytes": list(self._bytes), "contents": contents}
@@ -224,12 +253,20 @@ class Simulator:
     def load(self, stored: dict[str, Any], now: float) -> None:
         """Undo `dump`."""
         self.now, self.batches, self.trained = now, stored["batches"], stored["trained"]
+        self.refused = set(stored["refused"])
         if "course" in stored:
             self._bytes = (stored["bytes"][0], stored["bytes"][1])
             self.course = self._make_course()
             self.course.load(stored["course"])
             self._contents = {number: Content(*content) for number, *content in stored["contents"]}
             self._messages = dict(stored["messages"])
+
+
+def _stacked(values: tuple, like: Tensor) -> Any:
+    """A field of several messages, one row each; numbers that differ become a column."""
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    return values[0] if all(value == values[0] for value in values) else like.new_tensor(values)[:, None]
 
 
 def _columns(jobs: list[Job], times: np.ndarray | None = None) -> Jobs:

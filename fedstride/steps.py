@@ -46,6 +46,9 @@ class Fixed(Steps):
 
     counts: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_table", np.array(self.counts, dtype=np.int64))
+
     def check(self, count: int, rounds: int) -> None:
         _check_steps(np.array(self.counts), "steps")
         if len(self.counts) not in (1, count):
@@ -54,7 +57,7 @@ class Fixed(Steps):
             )
 
     def draw(self, clients: np.ndarray, round: int, epoch: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        counts = np.array(self.counts, dtype=np.int64)
+        counts: np.ndarray = self._table  # type: ignore[attr-defined]
         return _same(np.full(len(clients), counts[0]) if len(counts) == 1 else counts[clients])
 
 
@@ -114,6 +117,8 @@ class Epochs(Steps):
     count: int
 
     def check(self, count: int, rounds: int) -> None:
+        if not isinstance(self.count, numbers.Integral):
+            raise FedstrideError(f"epochs must be a whole number from 1, not {self.count!r}")
         _check_steps(np.array([self.count]), "epochs")
 
     def draw(self, clients: np.ndarray, round: int, epoch: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:

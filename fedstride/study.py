@@ -27,6 +27,8 @@ from fedstride.results import Result
 from fedstride.simulate import simulate
 from fedstride.statistics import Run
 
+RESERVED = ("study.toml", "report.html", "figures", "table.csv", "table.parquet", "tensorboard")
+
 
 class Planned(NamedTuple):
     """One run of a study."""
@@ -71,6 +73,13 @@ class Study:
         if not isinstance(self.grid, dict) or not all(isinstance(v, (list, tuple)) and v for v in self.grid.values()):
             raise FedstrideError(f"grid must give every field a list of values, such as lr = [0.01, 0.1], not {grid!r}")
         self.plans = list(self._plans())
+        folders = {plan.folder.parent: plan.label for plan in self.plans}
+        for plan in self.plans:
+            name, other = plan.folder.parent.name, folders[plan.folder.parent]
+            if other != plan.label:
+                raise FedstrideError(f"{plan.label!r} and {other!r} would share a folder; give another label")
+            if not name.strip(". ") or len(name) > 120 or name in RESERVED:
+                raise FedstrideError(f"{plan.label!r} cannot be the name of a folder; give another label")
         for label in {plan.label for plan in self.plans}:
             if sum(plan.label == label for plan in self.plans) > len(self.seeds):
                 raise FedstrideError(
@@ -81,6 +90,8 @@ class Study:
     def parse(cls, description: dict[str, Any]) -> "Study":
         """From a nested dict: the fields of an experiment, and `methods`, `seeds` and `grid`."""
         rest = dict(description)
+        if "method" in rest and "methods" in rest:
+            raise FedstrideError("a study has method or methods, not both; leave one of them out")
         given = {name: rest.pop(name) for name in ("methods", "seeds", "grid") if name in rest}
         return cls(rest, **given)
 
@@ -95,9 +106,27 @@ class Study:
         fields |= {"seeds": self.seeds, "methods": list(self.methods)}
         return fields | ({"grid": self.grid} if self.grid else {})
 
+    def _joined(self, path: Path) -> dict[str, Any]:
+        """The description to store: this study, and what the folder holds of the same experiment already."""
+        mine = self.dump()
+        if not path.exists():
+            return mine
+        stored = read_toml(path)
+        for key in sorted((stored.keys() | mine.keys()) - {"methods", "seeds", "grid", "rounds", "seconds"}):
+            if stored.get(key) != mine.get(key):
+                raise FedstrideError(
+                    f"{path.parent} holds another study: its {key} is {stored.get(key)!r}, not {mine.get(key)!r}; "
+                    "choose another folder"
+                )
+        old, seeds = stored.get("methods", []), stored.get("seeds", [])
+        mine["methods"] = [*old, *(method for method in mine["methods"] if method not in old)]
+        return mine | {"seeds": sorted({*seeds, *mine["seeds"]})}
+
     def _plans(self) -> Iterator[Planned]:
         for method, *values in itertools.product(self.methods, *self.grid.values()):
             entry, point = _entry(method), dict(zip(self.grid, values))
+            if "seed" in entry.changes | point:
+                raise FedstrideError("seed cannot stand in set or grid; list the seeds in seeds")
             description = self.base.dump()
             for path, value in (entry.changes | point).items():
                 description = override(description, path, value)
@@ -118,12 +147,13 @@ class Study:
     ) -> dict[str, list[Run]]:
         """Run what is not there yet; `watch` sees every row as it comes, `done` every run. Returns runs by label."""
         root = Path(folder)
+        whole_study = self._joined(root / "study.toml")
         results: dict[str, list[Run]] = {plan.label: [] for plan in self.plans}
         states = [_state(root / plan.folder, plan.experiment) for plan in self.plans]
         for plan, state in zip(self.plans, states):
             if state == "unfinished" and not resume:
                 raise FedstrideError(
-                    f"{root / plan.folder} holds an unfinished run; go on with resume, or choose another"
+                    f"{root / plan.folder} holds an unfinished run; go on with resume (--resume), or choose another"
                 )
         seen = set()
         for plan in self.plans:  # mistakes come out before the first run
@@ -131,17 +161,17 @@ class Study:
             if key not in seen:
                 plan.experiment.prepare()
             seen.add(key)
-        _write(root / "study.toml", tomli_w.dumps(self.dump()))
+        _write(root / "study.toml", whole_study)
         for plan, state in zip(self.plans, states):
             path = root / plan.folder
             if state != "complete":
-                _write(path / "experiment.toml", tomli_w.dumps(plan.experiment.dump()))
+                _write(path / "experiment.toml", plan.experiment.dump())
                 ready = plan.experiment.prepare()
                 result = simulate(
                     ready.method, ready.model, ready.clients, folder=path, resume=True,
                     progress=partial(watch, plan), **ready.settings,
                 )  # fmt: skip
-                _write(path / "clients.json", json.dumps(facts(result, ready)))
+                _write(path / "clients.json", facts(result, ready))
             run = read_run(path, plan.experiment.seed)
             results[plan.label].append(run)
             done(plan, run)
@@ -158,7 +188,7 @@ def facts(result: Result, prepared: Prepared) -> dict[str, Any]:
     if not torch.isfinite(result.x).all():
         return found
     device, dtype = result.x.device, result.x.dtype
-    model = result.model.to(device).eval()
+    model = result.model.to(device, dtype).eval()
     right = []
     with torch.no_grad():
         for rows in clients.order.split(2048):
@@ -195,16 +225,24 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 def read_run(path: Path, seed: int) -> Run:
     """The rows of a run on disk, and how it ended."""
-    stored = json.loads((path / "run.json").read_text())["run"]
-    lines = (path / "rows.jsonl").read_text().splitlines()[: stored["rows"]]
-    return Run(seed, [json.loads(line) for line in lines], stored["status"])
+    try:
+        stored = json.loads((path / "run.json").read_text())["run"]
+        rows = [json.loads(line) for line in (path / "rows.jsonl").read_text().splitlines()[: stored["rows"]]]
+        if len(rows) != stored["rows"] or not all("round" in row for row in rows):
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError):
+        raise FedstrideError(f"the run in {path} is damaged; delete that folder to run it again") from None
+    return Run(seed, rows, stored["status"])
 
 
 def _state(path: Path, experiment: Experiment) -> str:
     """new, unfinished or complete; a folder with another experiment in it is refused."""
-    if not (path / "experiment.toml").exists():
-        return "new"
-    stored, mine = Experiment.load(path / "experiment.toml").dump(), experiment.dump()
+    if not (path / "experiment.toml").exists() or not (path / "run.json").exists():
+        return "new"  # before the first checkpoint there is nothing to lose
+    try:
+        stored, mine = Experiment.load(path / "experiment.toml").dump(), experiment.dump()
+    except FedstrideError as error:
+        raise FedstrideError(f"{path / 'experiment.toml'} cannot be used: {error}") from None
     for key in sorted(stored.keys() | mine.keys()):
         if stored.get(key) != mine.get(key) and key != "rounds":
             raise FedstrideError(
@@ -226,12 +264,15 @@ def _state(path: Path, experiment: Experiment) -> str:
     return "complete" if over and (path / "clients.json").exists() else "unfinished"
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: dict[str, Any]) -> None:
     try:
+        text = tomli_w.dumps(content) if path.suffix == ".toml" else json.dumps(content)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
     except OSError as error:
         raise FedstrideError(f"cannot write {path}: {error.strerror}") from None
+    except TypeError as error:
+        raise FedstrideError(f"cannot write {path}: {error}") from None
 
 
 def _entry(method: Any) -> Entry:

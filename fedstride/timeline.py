@@ -78,10 +78,11 @@ class Timeline:
                 }  # fmt: skip
             )
 
-    def add_update(self, update: int, seconds: float, sent: int) -> None:
+    def add_update(self, update: int, seconds: float, sent: int, by_weight: bool) -> None:
         """The server acted."""
         used = sum(1 for job in self._since(update) if job["fate"] == "used")
-        self.updates.append({"update": update, "seconds": seconds, "sent": sent, "used": used})
+        row = {"update": update, "seconds": seconds, "sent": sent, "used": used, "by_weight": by_weight}
+        self.updates.append(row)
 
     def _since(self, update: int) -> Iterable[dict[str, Any]]:
         """The jobs of an update, which is the newest."""
@@ -99,8 +100,9 @@ class Timeline:
     def busy(self, clients: int) -> np.ndarray:
         """[N]: seconds every client spent training, up to the last server update."""
         total = np.zeros(clients)
-        for job in self.jobs:
-            total[job["client"]] += max(0.0, min(job["end"], self.seconds) - job["start"])
+        spans = {(job["client"], job["start"], job["end"]) for job in self.jobs}  # an update sent twice was one job
+        for client, start, end in spans:
+            total[client] += max(0.0, min(end, self.seconds) - start)
         return total
 
     def utilisation(self, clients: int) -> np.ndarray:
@@ -124,7 +126,9 @@ class Timeline:
         if any(job["exchange"] != "train" and job["update"] for job in self.jobs):
             raise FedstrideError("a run with several exchanges a round has no trace to replay")
         names = ("client", "version", "repeat", "target", "steps", "times", "start", "end")
-        updates = [{"seconds": row["seconds"], "sent": row["sent"], "jobs": []} for row in self.updates]
+        updates = [
+            {name: row[name] for name in ("seconds", "sent", "by_weight")} | {"jobs": []} for row in self.updates
+        ]
         for job in self.jobs:
             if job["fate"] == "used" and job["update"]:
                 updates[job["update"] - 1]["jobs"].append({name: job[name] for name in names})

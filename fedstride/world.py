@@ -89,7 +89,9 @@ class Pace:
         job = Jobs(zero + client, zero + version, zero + repeat, zero, zero, zero, zero)
         if self.answers(job, now)[0]:
             return True, now
-        return False, self.wake(job, now)
+        if self._availability.chance:
+            return False, now
+        return False, max(self.wake(job, now), float(np.nextafter(now, np.inf)))
 
     def forsaken(self, now: float) -> bool:
         """Whether nobody of the whole fleet is there or known to come back."""

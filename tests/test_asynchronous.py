@@ -188,8 +188,8 @@ def test_a_client_can_count_twice_in_one_update():
 def test_send_buffers_by_hand():
     """Overwritten updates are never computed, empty buffers are waited for, sent ones are cleared."""
     problem = Quadratics(sizes=(5, 6, 7))
-    settings = dict(rounds=12, steps=1, world=fs.World(devices=[1.0, 3.0, 10.0]), timeline=True, seed=2)
-    result = problem.run(fs.algorithms.DlsgdHetero(n=2), **settings)
+    settings = dict(rounds=12, steps=1, timeline=True, seed=2)
+    result = problem.run(fs.algorithms.DlsgdHetero(n=2), world=fs.World(devices=[1.0, 3.0, 10.0]), **settings)
     jobs = result.timeline.jobs
     overwritten = [job for job in jobs if job["fate"] == "overwritten"]
     assert overwritten and all(job["arrival"] is None and job["client"] != 2 for job in overwritten)
@@ -199,9 +199,158 @@ def test_send_buffers_by_hand():
     assert sum(job["times"] for job in used) == 2 * 12
     slow = [job for job in used if job["client"] == 2]
     assert slow[0]["arrival"] == 10.0  # the server waited for it
-    again = problem.run(fs.algorithms.DlsgdHetero(n=2, resend=True), **settings)
+    linked = fs.World(devices=[1.0, 3.0, 10.0], links=fs.links.bandwidth(1e9, latency=0.3))
+    again = problem.run(fs.algorithms.DlsgdHetero(n=2, resend=True), world=linked, **settings)
     sent = [(job["client"], job["version"]) for job in again.timeline.jobs if job["fate"] == "used"]
     assert len(set(sent)) < len(sent) and again.rows[-1]["seconds"] < result.rows[-1]["seconds"]
+    assert (again.timeline.utilisation(3) <= 1 + 1e-9).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_resent_updates_are_kept_as_long_as_they_are_needed(seed):
+    result = Quadratics().run(
+        fs.algorithms.DlsgdHetero(n=3, resend=True), rounds=60, steps=1, world=UNEVEN, seed=seed, timeline=True
+    )
+    assert result.status == "finished"
+    with pytest.raises(fs.FedstrideError, match="resend needs links that take time"):
+        Quadratics().run(fs.algorithms.DlsgdHetero(n=3, resend=True), rounds=3, world=fs.World(devices=0.1))
+
+
+def test_times_with_links_by_hand():
+    """One client at a time: 10 bytes a second down, 20 up, half a second of latency; 32 bytes travel each way."""
+    links = fs.links.bandwidth(up=160.0, down=80.0, latency=0.5)
+    world = fs.World(devices=2.0, links=links)
+    problem = Quadratics(sizes=(6,))
+    down, train, up = 0.5 + 32 / 10, 3 * 2.0, 0.5 + 32 / 20
+    once = problem.run(fs.algorithms.FedBuff(n=1, concurrency=1), rounds=3, steps=3, world=world)
+    assert [row["seconds"] for row in once.rows] == pytest.approx([k * (down + train + up) for k in (1, 2, 3)])
+    first = problem.run(fs.algorithms.DlsgdHomo(n=1), rounds=2, steps=3, world=world)
+    assert [row["seconds"] for row in first.rows] == pytest.approx([k * (down + train + up) for k in (1, 2)])
+    # Send buffers: the request has long arrived when the first job ends. From then on the client trains from the newest
+    # model there is, which comes `down` after the update; the next request waits for that job.
+    sent = problem.run(fs.algorithms.DlsgdHetero(n=1), rounds=2, steps=3, world=world)
+    assert [row["seconds"] for row in sent.rows] == pytest.approx([k * (down + train + up) for k in (1, 2)])
+    # Two clients, the second so slow that the server waits for it; then the first has an update ready: a request takes
+    # the latency, the upload 2.1 s.
+    pair = Quadratics(sizes=(6, 7))
+    draws = [fs.participation.uniform(1, True).draw(fs.keys.generator(s, "cohort", 1), np.ones(2), 1) for s in range(9)]
+    seconds = [
+        fs.participation.uniform(1, True).draw(fs.keys.generator(s, "cohort", 2), np.ones(2), 2) for s in range(9)
+    ]
+    seed = next(s for s in range(9) if draws[s].clients[0] == 1 and seconds[s].clients[0] == 0)
+    slow = fs.World(devices=[2.0, 20.0], links=links)
+    waited = pair.run(fs.algorithms.DlsgdHetero(n=1), rounds=2, steps=3, world=slow, seed=seed)
+    end = down + 60.0 + up
+    assert [row["seconds"] for row in waited.rows] == pytest.approx([end, end + 0.5 + up])
+    full = problem.run(fs.algorithms.Scaffold(option="I"), rounds=1, steps=3, batch_size=2, world=fs.World(devices=2.0),
+                       schedule=fs.schedule.Buffered(1, 1))  # fmt: skip
+    assert full.rows[0]["seconds"] == pytest.approx((3 + 3) * 2.0)  # three steps, and a pass of three batches
+
+
+def test_clients_take_the_newest_model_that_has_arrived():
+    links = fs.links.bandwidth(1e12, latency=[0.3, 0.05, 1.1, 0.6, 0.2, 0.9])
+    world = fs.World(devices=[0.1, 0.2, 0.15, 0.4, 0.12, 0.3], links=links)
+    result = Quadratics().run(fs.algorithms.DlsgdHomo(n=1), rounds=80, steps=1, world=world, timeline=True)
+    sent = [0.0] + [row["seconds"] for row in result.timeline.updates]
+    behind = 0
+    for job in result.timeline.jobs:
+        there = [v for v, at in enumerate(sent) if at + links.latency[job["client"]] <= job["start"] + 1e-9]
+        assert job["version"] == max(there)
+        behind += max(v for v, at in enumerate(sent) if at <= job["start"]) > job["version"]
+    assert behind > 10  # several were on their way
+
+
+def test_rates_and_steps_are_those_of_the_client_and_of_the_version_it_starts_from():
+    problem = Quadratics()
+    table = np.random.default_rng(1).integers(1, 5, (30, 6))
+    rate = lambda number: [0.1 / (1 + 0.1 * number) * (1 + 0.1 * i) for i in range(6)]  # noqa: E731
+    result = problem.run(
+        fs.algorithms.FedBuff(n=2), rounds=30, steps=table, lr=rate, world=UNEVEN, weights="uniform", timeline=True
+    )
+    models = [np.linspace(-1, 1, 4)]
+    for update in result.timeline.trace():
+        moves = []
+        for job in update["jobs"]:
+            i, v = job["client"], job["version"]
+            assert job["steps"] == table[v, i]
+            y = models[v].copy()
+            for _ in range(table[v, i]):
+                y = y - rate(v + 1)[i] * problem.a[i] @ (y - problem.c[i])
+            moves.append(y - models[v])
+        models.append(models[-1] + sum(moves) / 2)
+    np.testing.assert_allclose(result.x, models[-1], rtol=1e-10)
+
+
+def test_one_broken_client_does_not_end_the_run_however_fast_it_is():
+    problem = Quadratics()
+    pairs = [problem.clients.data(i) for i in range(6)]
+    pairs[2] = (pairs[2][0] * 1e120, pairs[2][1] * 0 + 1e200)
+    clients, world = fs.Clients.from_arrays(pairs), fs.World(devices=[1.0, 1.1, 0.01, 1.2, 1.3, 1.4])
+    for method in (fs.algorithms.FedAsync(), fs.algorithms.FedBuff(n=2), fs.algorithms.DlsgdHomo(n=1),
+                   fs.algorithms.DlsgdHomo(n=6), fs.algorithms.DlsgdHetero(n=2)):  # fmt: skip
+        result = fs.simulate(
+            method, problem.model(), clients, loss=fs.losses.least_squares, rounds=20, lr=0.1, steps=2, batch_size=None,
+            dtype=torch.float64, device="cpu", world=world,
+        )  # fmt: skip
+        assert result.status == "finished" and sum(row["rejected"] for row in result.rows) > 0
+        used = [row["clients"] for row in result.rows]
+        assert sum(count > 0 for count in used) > 10
+
+
+def test_traces_of_draws_by_weight_and_of_empty_rounds():
+    problem = Quadratics()
+    first = problem.run("fedavg", rounds=10, participation=fs.participation.weighted(3), timeline=True)
+    again = problem.run("fedavg", rounds=10, schedule=fs.schedule.Replay(first.timeline.trace()))
+    assert_same(first, again)
+    world = fs.World(devices=0.01, availability=fs.availability.dropout(0.9))
+    settings = dict(rounds=12, timeline=True)
+    sparse = problem.run("fedavg", schedule=fs.schedule.Deadline(0.5), world=world, **settings)
+    assert any(row["clients"] == 0 for row in sparse.rows)
+    again = problem.run("fedavg", schedule=fs.schedule.Replay(sparse.timeline.trace()), **settings)
+    assert [row["seconds"] for row in again.rows] == pytest.approx([row["seconds"] for row in sparse.rows])
+
+
+def test_messages_of_ones_own(tmp_path):
+    """Numbers in a message, and messages with properties, work asynchronously and after a resume."""
+    from typing import NamedTuple
+
+    from fedstride.algorithm import REGISTRY, Algorithm, Delta, register
+
+    class Message(NamedTuple):
+        x: torch.Tensor
+        round: int
+
+        @property
+        def shrink(self):
+            return 1 / (1 + 0.1 * self.round)
+
+    class State(NamedTuple):
+        x: torch.Tensor
+        round: int = 0
+
+    @register("own-messages")
+    class Own(Algorithm):
+        """A counter travels with the model."""
+
+        def init(self, x, fleet):
+            return State(x)
+
+        def message(self, state):
+            return Message(*state)
+
+        def client(self, work, msg, memory):
+            return Delta((work.descend(msg.x) - msg.x) * msg.shrink), memory
+
+        def server(self, state, replies):
+            return State(state.x + replies.mean("dx"), state.round + 1)
+
+    try:
+        settings = dict(schedule=fs.schedule.Buffered(4, 2), world=UNEVEN)
+        whole = Quadratics().run(Own(), rounds=9, **settings)
+        Quadratics().run(Own(), rounds=4, folder=tmp_path, **settings)
+        assert torch.equal(Quadratics().run(Own(), rounds=9, folder=tmp_path, resume=True, **settings).x, whole.x)
+    finally:
+        del REGISTRY["own-messages"]
 
 
 def test_an_overwritten_update_is_never_computed():
