@@ -36,7 +36,9 @@ def play(schedule: fs.schedule.Schedule, clients: int, jobs: int) -> tuple[int, 
     while course.started < jobs:
         course.publish(version)
         while not course.closed:
-            course.release(course.advance())
+            number = course.advance()
+            assert number is not None
+            course.release(number)
         course.gone.clear()
         version += 1
     return events, time.perf_counter() - start

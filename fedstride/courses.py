@@ -63,11 +63,6 @@ class Course:
         """Models a client may still start from."""
         return {self.version}
 
-    @property
-    def stuck(self) -> bool:
-        """Whether nothing is going to happen until the server has a new model."""
-        return not len(self.clock)
-
     def times(self, number: int) -> int:
         """How often a reply counts."""
         return 1
@@ -76,15 +71,15 @@ class Course:
         """Let an event happen; returns the number of a job whose result has reached the server."""
         raise NotImplementedError
 
-    def advance(self) -> int:
-        """Go on to the next reply that reaches the server."""
+    def advance(self) -> int | None:
+        """Go on to the next reply that reaches the server; None: nothing will happen until there is a new model."""
         while len(self.clock):
             number = self.handle(*self.clock.pop())
             if number is not None:
                 del self.needed[number]
                 self.held.add(number)
                 return number
-        raise FedstrideError(f"at virtual second {self.clock.now:g} {self.stalled()}")
+        return None
 
     def stalled(self) -> str:
         """Why nothing can happen any more."""
@@ -480,10 +475,6 @@ class ReplayCourse(Course):
     @property
     def closed(self) -> bool:
         return self.place >= len(self.updates[self.version]["jobs"])
-
-    @property
-    def stuck(self) -> bool:
-        return False
 
     def times(self, number: int) -> int:
         position = self.version

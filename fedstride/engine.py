@@ -208,7 +208,9 @@ def _exchange(
         staleness = replies.each("staleness")
         row["staleness"], row["max_staleness"] = float((replies.factors * staleness).sum()), int(staleness.max())
         run.state = exchange.server(run.state, replies)
-    elif rejected and exchange.audience is None and (jobs is not None or len(transport.refused) >= plan.fleet.clients):
+    elif rejected and exchange.audience is None and jobs is not None:
+        run.status = "diverged"
+    if jobs is None and len(transport.refused) >= plan.fleet.clients:  # nobody's upload is usable any more
         run.status = "diverged"
     if jobs is None or exchange.audience is not None:  # those who were not asked did not fail
         return jobs

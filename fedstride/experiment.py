@@ -15,10 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import numpy as np
 import tomli_w
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 from torch import nn
 
 from fedstride import (
@@ -214,23 +213,18 @@ class Experiment(BaseModel):
     chunk: int | None = Field(None, ge=1)
     timeline: bool = True
 
-    @field_validator("lr", "momentum", "weight_decay", "clip")
-    @classmethod
-    def _finite(cls, value: Any) -> Any:
-        if value is not None and not np.isfinite(value).all():
-            raise ValueError("must be finite")
-        return value
-
     def __init__(self, **fields: Any) -> None:
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise FedstrideError(_sentence(error, Experiment)) from None
+            raise FedstrideError(_sentence(error)) from None
 
     @classmethod
     def parse(cls, description: Any) -> "Experiment":
-        """From a nested dict; a mistake is one sentence."""
-        return parse(cls, description)
+        """From a nested dict; a mistake is one sentence that says where it is and what would be right."""
+        if not isinstance(description, dict) or not all(isinstance(key, str) for key in description):
+            raise FedstrideError(f"the description must be a table of fields, not {str(description)[:80]!r}")
+        return cls(**description)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Experiment":
@@ -367,25 +361,17 @@ def read_toml(path: str | os.PathLike) -> dict[str, Any]:
         raise FedstrideError(f"{path} is not TOML: {error}") from None
 
 
-def parse(kind: type[BaseModel], description: Any) -> Any:
-    """Validate; the first mistake becomes one sentence that says where it is and what would be right."""
-    try:
-        return kind.model_validate(description)
-    except ValidationError as error:
-        raise FedstrideError(_sentence(error, kind)) from None
-
-
-def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
+def _sentence(error: ValidationError) -> str:
     """The first mistake, where it is and what would be right."""
     first = min(error.errors(), key=lambda e: e["type"] not in ("value_error", "extra_forbidden"))
     names = [str(part) for part in first["loc"] if not (isinstance(part, str) and _internal(part))]
     where = ".".join(names) or "the description"
     if first["type"] == "extra_forbidden":
-        fields = Surroundings if names[:-1] == ["world"] else Goal if names[:-1] == ["stop"] else kind
+        fields = Surroundings if names[:-1] == ["world"] else Goal if names[:-1] == ["stop"] else Experiment
         inside = f" in {'.'.join(names[:-1])}" if names[1:] else ""
         return unknown(f"key{inside}", names[-1], sorted(fields.model_fields))
     message = first["msg"].removeprefix("Value error, ")
-    for internal in ("Choice", "Surroundings", "Goal", "Experiment"):
+    for internal in ("Choice", "Surroundings", "Goal"):
         message = message.replace(f"valid dictionary or instance of {internal}", "table with a name or fields")
     given = "" if first["type"] == "value_error" else f", not {str(first['input'])[:80]!r}"
     return f"{where}: {message[:1].lower() + message[1:]}{given}"

@@ -137,14 +137,17 @@ class Simulator:
         arrived: list[tuple[int, float]] = []
         self._rejections = 0
         while not course.closed and len(self.refused) < everyone:
-            if course.stuck and self._rejections:
-                break  # all others wait for a new model: the server acts on what it has
             number = course.advance()
+            if number is None:
+                yield from self._settle(course, arrived)
+                if self._rejections:
+                    break  # all others wait for a new model: the server acts on what it has
+                raise FedstrideError(f"at virtual second {course.clock.now:g} {course.stalled()}")
             if number not in self._contents:
                 yield from self._settle(course, arrived)
                 self._train_ahead(exchange, course, number)
             arrived.append((number, course.clock.now))
-            if course.closed or course.stuck:
+            if course.closed:
                 yield from self._settle(course, arrived)
         self.now = course.clock.now
         self.sent += course.sent - sent

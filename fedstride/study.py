@@ -109,7 +109,7 @@ class Study:
     def _joined(self, path: Path) -> dict[str, Any]:
         """The description to store: this study, and what the folder holds of the same experiment already."""
         mine = self.dump()
-        if not path.exists():
+        if not path.exists() or not any(path.parent.glob("*/seed-*/run.json")):
             return mine
         stored = read_toml(path)
         for key in sorted((stored.keys() | mine.keys()) - {"methods", "seeds", "grid", "rounds", "seconds"}):

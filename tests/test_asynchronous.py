@@ -254,8 +254,12 @@ def test_clients_take_the_newest_model_that_has_arrived():
     sent = [0.0] + [row["seconds"] for row in result.timeline.updates]
     behind = 0
     for job in result.timeline.jobs:
-        there = [v for v, at in enumerate(sent) if at + links.latency[job["client"]] <= job["start"] + 1e-9]
-        assert job["version"] == max(there)
+        down = links.latency[job["client"]] + 8 * 32 / 1e12
+        surely, perhaps = (
+            max(v for v, at in enumerate(sent) if at == 0 or at + down <= job["start"] + slack)
+            for slack in (-1e-9, 1e-9)
+        )
+        assert surely <= job["version"] <= perhaps  # moments that are equal but for rounding go either way
         behind += max(v for v, at in enumerate(sent) if at <= job["start"]) > job["version"]
     assert behind > 10  # several were on their way
 
@@ -590,6 +594,7 @@ def test_a_course_written_down_and_read_again_goes_on_alike(kind):
             course.publish(version)
             while not course.closed:
                 number = course.advance()
+                assert number is not None
                 seen.append((number, course.jobs[number], course.clock.now))
                 course.release(number)
         return seen

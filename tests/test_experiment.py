@@ -149,7 +149,7 @@ def test_fleets_that_come_partitioned():
         ({"model": {"name": "mlp", "hiden": 3}}, "did you mean 'hidden'"),
         ({"rounds": "many"}, "rounds: .*not 'many'"),
         ({"rounds": 0}, "rounds: .*greater than or equal to 1"),
-        ({"lr": float("nan")}, "lr: must be finite"),
+        ({"lr": float("nan")}, "lr: .*finite"),
         ({"lr": [0.1, 0.2]}, "lr lists 2 numbers for 20 clients"),
         ({"world": {"device": 1}}, "unknown key in world 'device'; did you mean 'devices'"),
         ({"world": 3}, "world"),
@@ -242,7 +242,7 @@ def test_a_study_and_its_folder(tmp_path):
     assert [len(run.rows) for run in longer["fedavg"]] == [5, 5] and longer["fedavg"][0].rows[:3] == first["fedavg"][
         0
     ].rows
-    with pytest.raises(fs.FedstrideError, match="holds another experiment: its lr is 0.1, not 0.2"):
+    with pytest.raises(fs.FedstrideError, match="holds another study: its lr is 0.1, not 0.2"):
         Study(SMALL | {"lr": 0.2}, seeds=2).play(tmp_path)
 
 
@@ -366,3 +366,78 @@ def test_rows_reach_tensorboard(tmp_path, fedstride):
 def test_an_unknown_tracker_is_refused(tmp_path, fedstride):
     done = fedstride("run", "rounds=2", "--out", "t", "--track", "wandb", code=2)
     assert "choose from tensorboard, mlflow" in done.err
+
+
+# What newcomers tried
+
+
+def test_a_method_on_the_command_line_is_the_one_that_runs(fedstride, tmp_path):
+    (tmp_path / "s.toml").write_text(tomli_w.dumps(SMALL | {"rounds": 1, "methods": ["fedavg", "scaffold"]}))
+    fedstride("run", "partition.alpha=0.9", "s.toml", "method.name=fedprox", "method.mu=0.5", "--out", "o")
+    (run,) = (tmp_path / "o").glob("*/seed-0")
+    assert run.parent.name == "fedprox mu=0.5" and Experiment.load(run / "experiment.toml").partition.alpha == 0.9
+    both = fedstride("run", "s.toml", "methods=['fedavg']", "method=scaffold", "methods=['fedavg']", code=2)
+    assert "method or methods, not both" in both.err
+
+
+def test_options_survive_a_sweep_over_methods(fedstride, tmp_path):
+    said = fedstride(
+        "sweep", "rounds=1", "method.mu=0.5", "--over", "method.name=fedprox,scaffold", "--out", "o", code=2
+    )
+    assert "unknown option of method" in said.err
+    fedstride("sweep", "rounds=1", "method.server_lr=0.5", "--over", "method.name=fedavg,scaffold", "--out", "o")
+    assert sorted(path.name for path in (tmp_path / "o").iterdir() if path.is_dir()) == [
+        "fedavg server_lr=0.5", "scaffold server_lr=0.5",
+    ]  # fmt: skip
+
+
+def test_a_mistake_found_late_does_not_block_the_folder(fedstride):
+    fedstride("run", "rounds=1", "backend=x", "--out", "o", code=2)
+    fedstride("run", "rounds=1", "--out", "o")
+
+
+def test_float64_from_the_command_line(fedstride, tmp_path):
+    fedstride("run", "rounds=1", "dtype=float64", "--out", "o")
+    assert len(json.loads((tmp_path / "o" / "fedavg" / "seed-0" / "clients.json").read_text())["accuracy"]) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["sweep", "rounds=1", "--over", "lr=0.1", "--by", "acuracy"], "did you mean 'accuracy'"),
+        (["sweep", "rounds=1", "--over", "seed=0,1"], "list the seeds in seeds"),
+        (["run", "rounds=1", "stop.accuracy=90"], "less than or equal to 1"),
+        (["report", ".", "--target", "90"], "an accuracy from 0 to 1"),
+        (["run", "rounds=1", "steps=[" + "1," * 200 + "1]"], "steps lists 201 numbers for 20 clients"),
+        (["run", "world.devices=nan"], "finite"),
+        (["run", "rounds=1", "participation={name='uniform', n=2, replacement='no'}"], "must be true or false"),
+        (["run", "rounds=1", "data={name='svmlight', path=5}"], "svmlight"),
+        (["run", "seed=99999999999999999999999"], "seed"),
+        (["run", "seconds=1", "world.devices=0.1", "method=centralised"], "takes no virtual time"),
+        (["run", "world.devices=0.01", "schedule={name='deadline', seconds=0.05, late='drop'}"], "no client of"),
+        (["compare", "methods=5"], "at least two methods"),
+        (["compare", "methods=['fedavg', {name='scaffold', label='..'}]"], "cannot be the name of a folder"),
+        (["compare", "methods=[{name='fedavg', label='a/b'}, {name='scaffold', label='a:b'}]"], "would share a folder"),
+    ],
+)  # fmt: skip
+def test_what_newcomers_got_wrong(fedstride, arguments, words):
+    out = [] if arguments[0] == "report" else ["--out", "o"]
+    assert words in fedstride(*arguments, *out, code=2).err.replace("\n", " ")
+
+
+def test_a_damaged_run_is_named(fedstride, tmp_path):
+    fedstride("run", "rounds=2", "--out", "o")
+    (tmp_path / "o" / "fedavg" / "seed-0" / "rows.jsonl").write_text("{")
+    assert "is damaged; delete that folder" in fedstride("run", "rounds=2", "--out", "o", code=2).err
+
+
+def test_a_sweep_in_which_all_diverge_names_no_winner(fedstride):
+    assert "best by" not in fedstride("sweep", "rounds=2", "--over", "lr=1e30,1e29", "--out", "o", code=3).out
+
+
+def test_more_methods_join_a_study_and_other_experiments_do_not(fedstride, tmp_path):
+    fedstride("run", "rounds=1", "--out", "o")
+    fedstride("run", "rounds=1", "method=scaffold", "--seeds", "2", "--out", "o")
+    study = Study.load(tmp_path / "o" / "study.toml")
+    assert len(study.methods) == 2 and study.seeds == [0, 1]
+    assert "holds another study" in fedstride("run", "rounds=1", "lr=0.5", "method=feddyn", "--out", "o", code=2).err
