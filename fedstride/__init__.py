@@ -1,13 +1,8 @@
 """Federated optimisation in which every client keeps its own stride."""
 
-import os
 from typing import TYPE_CHECKING, Any
 
-# Threads that wait for work should sleep: those that spin slow down whatever else runs on the machine, and are slowed
-# down by it, several times over. Torch reads this when it is first loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-from fedstride import (  # noqa: E402
+from fedstride import (
     algorithms,
     availability,
     data,
@@ -21,11 +16,11 @@ from fedstride import (  # noqa: E402
     statistics,
     steps,
 )
-from fedstride.clients import Clients  # noqa: E402
-from fedstride.errors import FedstrideError  # noqa: E402
-from fedstride.results import Result, Target  # noqa: E402
-from fedstride.simulate import simulate, smoothness  # noqa: E402
-from fedstride.world import World  # noqa: E402
+from fedstride.clients import Clients
+from fedstride.errors import FedstrideError
+from fedstride.results import Result, Target
+from fedstride.simulate import simulate, smoothness
+from fedstride.world import World
 
 if TYPE_CHECKING:
     from fedstride.experiment import Experiment

@@ -3,7 +3,8 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from fedstride.world import Pace, World
 # About this much memory for the vectors of the clients that train together. On a CPU small enough that the allocator
 # hands the same memory out again, instead of asking the system for fresh pages every round.
 CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 34}
+SMALL = 1 << 18  # numbers in a cohort's models up to which one thread is quicker than two
 VECTORS = 8  # [C, d] matrices alive at once in the hungriest client code
 
 
@@ -167,7 +169,8 @@ def simulate(
         elif progress:
             _show(run.rows[-1], rounds)
 
-    play(run, plan, transport, after)
+    with _threads(oracle, len(clients)):
+        play(run, plan, transport, after)
     if progress is True:
         sys.stderr.write("\n")
     if store is not None:
@@ -177,6 +180,18 @@ def simulate(
     x, batch = method.model(run.state), transport.trained / max(1, transport.batches)
     ending = (run.status, method.name, oracle.name, run.state, transport.memories, batch, run.timeline)
     return Result(x, vector.loaded(x), run.rows, *ending)
+
+
+@contextmanager
+def _threads(oracle: oracles.Oracle, clients: int) -> Iterator[None]:
+    """One thread where a cohort is too small to share out: two then wait for each other more than they work."""
+    before, x = torch.get_num_threads(), oracle.model.x
+    if x.device.type == "cpu" and oracle.name == "vmap" and clients * len(x) < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @torch.no_grad()
