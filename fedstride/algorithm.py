@@ -6,7 +6,6 @@ row a client, `[C, 1]` columns for per-client scalars, `[1, d]` for what all sha
 """
 
 import dataclasses
-import difflib
 import numbers
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from fedstride.clients import Fleet
-from fedstride.errors import FedstrideError
+from fedstride.errors import FedstrideError, unknown
 from fedstride.replies import Header, Replies
 from fedstride.sampling import Jobs
 from fedstride.schedule import Schedule, Sync
@@ -178,9 +177,7 @@ def names() -> list[str]:
 def make(name: str, **options: Any) -> Algorithm:
     """A method by its registry name."""
     if name not in REGISTRY:
-        near = difflib.get_close_matches(name, REGISTRY, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise FedstrideError(f"unknown method {name!r}{hint} Choose from {', '.join(names())}")
+        raise FedstrideError(unknown("method", name, names()))
     return REGISTRY[name](**options)
 
 

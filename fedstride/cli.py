@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fedstride import __version__, statistics
-from fedstride.errors import FedstrideError
-from fedstride.experiment import CHOICES, Experiment, known_options, read_toml, unknown
+from fedstride.errors import FedstrideError, unknown
+from fedstride.experiment import CHOICES, Experiment, known_options, read_toml
 from fedstride.statistics import Run
 from fedstride.study import Planned, Study, override, parse_override
 
@@ -275,15 +275,7 @@ def _print(results: dict[str, list[Run]], by: str | None, folder: Path) -> None:
         "method", f"{metric}{' %' if scale == 100 else ''}", "best", "client steps", "MB", "virtual s", box=None
     )
     rows = {label: statistics.summarise(runs, metric) for label, runs in results.items()}
-    smaller = metric.endswith("loss") or metric in (
-        "seconds",
-        "steps",
-        "bytes_up",
-        "bytes_down",
-        "rejected",
-        "staleness",
-    )
-    sign = 1 if smaller else -1
+    sign = 1 if statistics.lower_is_better(metric) else -1
     order = sorted(rows, key=lambda label: (rows[label].mean is None, sign * (rows[label].mean or 0))) if by else rows
     for label in order:
         runs = results[label]

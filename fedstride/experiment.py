@@ -5,12 +5,11 @@ A part with choices (data, partition, model, method, schedule, ...) is a name an
 the name, so there is nothing to keep in step here.
 """
 
-import difflib
 import inspect
 import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -37,7 +36,7 @@ from fedstride.algorithm import REGISTRY
 from fedstride.algorithms import FedAvg
 from fedstride.checkpoint import write_whole
 from fedstride.clients import Clients
-from fedstride.errors import FedstrideError
+from fedstride.errors import FedstrideError, unknown
 from fedstride.results import Result, Target
 from fedstride.simulate import simulate
 from fedstride.world import Pace, World
@@ -89,13 +88,6 @@ CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "metrics": {"top5": _top5, "sign_accuracy": models.sign_accuracy},
 }  # fmt: skip
-
-
-def unknown(what: str, name: Any, known: Sequence[str]) -> str:
-    """A sentence about a name nobody knows, with the nearest one that is known."""
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"unknown {what} {name!r}{hint} Choose from {', '.join(known)}"
 
 
 class Choice(BaseModel):

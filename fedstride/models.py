@@ -5,7 +5,6 @@ shape of one example, `classes` the number of outputs. None keeps statistics of 
 BatchNorm), and dropout layers are modules, so all of them train under every backend.
 """
 
-import difflib
 import inspect
 import math
 import operator
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedstride.errors import FedstrideError
+from fedstride.errors import FedstrideError, unknown
 from fedstride.inputs import whole
 
 Shape = tuple[int, ...]
@@ -226,9 +225,7 @@ def make(name: str, *, seed: int = 0, **options: Any) -> nn.Module:
     that name takes.
     """
     if name not in BUILDERS:
-        near = difflib.get_close_matches(str(name), BUILDERS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise FedstrideError(f"unknown model {name!r}{hint} Choose from {', '.join(names())}")
+        raise FedstrideError(unknown("model", name, names()))
     known = inspect.signature(BUILDERS[name]).parameters
     for option, value in options.items():
         if option not in known:

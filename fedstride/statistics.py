@@ -18,6 +18,7 @@ from fedstride.results import Target
 
 LEVEL = 0.95
 EXACT = 14  # up to so many pairs all 2^n sign flips are tried; beyond, 2^14 of them
+COSTS = ("seconds", "steps", "bytes_up", "bytes_down", "rejected", "staleness", "max_staleness")
 UNITS = ("rounds", "seconds", "megabytes", "steps")
 
 
@@ -156,7 +157,7 @@ class ToTarget:
 def summarise(runs: Sequence[Run], metric: str = "accuracy", pick: str = "final") -> Summary:
     """Mean and interval of a metric over seeds: its last value in every run, or its best ("final", "best").
 
-    Best is the smallest of metrics whose name ends in "loss", the largest of others. Runs that ended early, at a
+    Best is the smallest of losses and costs, the largest of other metrics. Runs that ended early, at a
     target, count with their value there.
     """
     values = [value for value in _values(runs, metric, pick).values() if value is not None]
@@ -194,7 +195,7 @@ def compare(one: Sequence[Run], two: Sequence[Run], metric: str = "accuracy", pi
     seeds = tuple(sorted(first.keys() & second.keys()))
     if not seeds:
         raise FedstrideError(f"the methods have no seed in common: {sorted(first)} and {sorted(second)}")
-    sign = -1 if _lower_is_better(metric) else 1
+    sign = -1 if lower_is_better(metric) else 1
     differences, wins, losses = [], 0, 0
     for seed in seeds:
         a, b = first[seed], second[seed]
@@ -346,14 +347,15 @@ def _values(runs: Sequence[Run], metric: str, pick: str) -> dict[int, float | No
     for run in runs:
         _, values = _measured(run, metric)
         if pick == "best":
-            values = np.sort(values[~np.isnan(values)])[:: -1 if _lower_is_better(metric) else 1]
+            values = np.sort(values[~np.isnan(values)])[:: -1 if lower_is_better(metric) else 1]
         good = run.status != "diverged" and len(values) and math.isfinite(values[-1])
         found[run.seed] = float(values[-1]) if good else None
     return found
 
 
-def _lower_is_better(metric: str) -> bool:
-    return metric.endswith("loss")
+def lower_is_better(metric: str) -> bool:
+    """Losses and costs are better when they are small; everything else when it is large."""
+    return metric.endswith("loss") or metric in COSTS
 
 
 def _plus_minus(mean: float, half: float | None) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import tomli_w
 import torch
 
-from fedstride import partition
+from fedstride import partition, runs
 from fedstride.checkpoint import write_whole
 from fedstride.errors import FedstrideError
 from fedstride.experiment import Choice, Experiment, Prepared, read_toml
@@ -172,7 +172,7 @@ class Study:
                     progress=partial(watch, plan), **ready.settings,
                 )  # fmt: skip
                 _write(path / "clients.json", facts(result, ready))
-            run = read_run(path, plan.experiment.seed)
+            run = runs.read(plan.label, plan.experiment.seed, path).run
             results[plan.label].append(run)
             done(plan, run)
         return results
@@ -221,18 +221,6 @@ def parse_override(text: str) -> tuple[str, Any]:
         return path.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return path.strip(), value.strip()
-
-
-def read_run(path: Path, seed: int) -> Run:
-    """The rows of a run on disk, and how it ended."""
-    try:
-        stored = json.loads((path / "run.json").read_text())["run"]
-        rows = [json.loads(line) for line in (path / "rows.jsonl").read_text().splitlines()[: stored["rows"]]]
-        if len(rows) != stored["rows"] or not all("round" in row for row in rows):
-            raise ValueError
-    except (OSError, ValueError, KeyError, TypeError):
-        raise FedstrideError(f"the run in {path} is damaged; delete that folder to run it again") from None
-    return Run(seed, rows, stored["status"])
 
 
 def _state(path: Path, experiment: Experiment) -> str:

@@ -55,7 +55,7 @@ class Timeline:
                     "arrival": arrival,
                     "fate": "used" if used[row] else "rejected",
                     "update": update,
-                }  # fmt: skip
+                }
             )
 
     def add_gone(self, gone: Iterable[tuple[Any, str]]) -> None:
@@ -75,7 +75,7 @@ class Timeline:
                     "arrival": None,
                     "fate": fate,
                     "update": None,
-                }  # fmt: skip
+                }
             )
 
     def add_update(self, update: int, seconds: float, sent: int, by_weight: bool) -> None:

@@ -11,8 +11,8 @@ import pytest
 from sample_study import study
 
 import fedstride as fs
-from fedstride import report, statistics
-from fedstride.report import data, figures, findings, page, runs
+from fedstride import report, runs, statistics
+from fedstride.report import data, figures, findings, page
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,9 @@ from fedstride.world import Costs
 Work = Callable[[int, int], tuple[int, int, float]]  # client, version -> steps asked for, steps done, learning rate
 
 
+STATE = ("version", "missing", "sent", "started", "taken", "repeats")  # what a checkpoint holds of every course
+
+
 class Job(NamedTuple):
     """One client's training from one version of the model."""
 
@@ -33,6 +36,7 @@ class Course:
         self.costs, self.work, self.seed = costs, work, seed
         self.clock = Clock(now)
         self.version = -1  # newest model
+        self.missing = 0  # replies the server still waits for
         self.sent = 0  # messages to clients so far
         self.started = 0  # jobs so far; their numbers
         self.jobs: dict[int, Job] = {}  # in training, in a send buffer or on the way
@@ -49,7 +53,7 @@ class Course:
     @property
     def closed(self) -> bool:
         """Whether the server acts now."""
-        raise NotImplementedError
+        return self.missing <= 0
 
     @property
     def versions(self) -> set[int]:
@@ -69,6 +73,7 @@ class Course:
         while len(self.clock):
             number = self.handle(*self.clock.pop())
             if number is not None:
+                self.missing -= 1
                 del self.needed[number]
                 self.held.add(number)
                 return number
@@ -84,7 +89,8 @@ class Course:
         del self.jobs[number]
 
     def refuse(self, count: int) -> None:
-        """So many of the results were not usable: the server goes on waiting for others, if it waits for a number."""
+        """So many of the results were not usable: the server goes on waiting for others."""
+        self.missing += count
 
     def _start(self, client: int, version: int, at: float, lost: bool) -> int:
         """A client begins to train."""
@@ -108,7 +114,7 @@ class Course:
 
     def dump(self) -> dict[str, Any]:
         """Everything as plain data."""
-        names = ("version", "sent", "started", "taken", "repeats", *self.state)
+        names = (*STATE, *self.state)
         return {name: _plain(getattr(self, name)) for name in names} | {
             "clock": self.clock.dump(),
             "jobs": [[number, *job] for number, job in self.jobs.items()],
@@ -117,7 +123,7 @@ class Course:
 
     def load(self, stored: dict[str, Any]) -> None:
         """Undo `dump`."""
-        for name in ("version", "sent", "started", "taken", "repeats", *self.state):
+        for name in (*STATE, *self.state):
             old = getattr(self, name)
             pairs = isinstance(old, dict)
             setattr(self, name, {a: b for a, b in stored[name]} if pairs else type(old)(stored[name]))

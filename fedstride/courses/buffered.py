@@ -11,27 +11,22 @@ from fedstride.world import Costs
 class BufferedCourse(Course):
     """FedBuff's: so many clients at work; who has sent is replaced by an idle one, drawn by key, at once."""
 
-    state = ("idle", "free", "arrived", "dispatches", "alarm", "planned")
+    state = ("idle", "free", "dispatches", "alarm", "planned")
 
     def __init__(self, costs: Costs, work: Work, seed: int, now: float, concurrency: int | None, size: int):
         super().__init__(costs, work, seed, now)
         self.size = size
         self.idle = list(range(len(costs.step)))
         self.free = len(self.idle) if concurrency is None else int(concurrency)
-        self.arrived = 0  # since the server acted
         self.dispatches = 0  # draws so far
         self.alarm = -1.0  # when an absent client will be back
         self.planned = -1.0  # the moment of the dispatch that is planned
         self._key = key(seed, "dispatch")
 
     def publish(self, version: int) -> None:
-        self.version, self.arrived = version, 0
+        self.version, self.missing = version, self.size
         if not len(self.clock):
             self._plan()
-
-    @property
-    def closed(self) -> bool:
-        return self.arrived >= self.size
 
     def _plan(self) -> None:
         """One dispatch a moment, after all arrivals of that moment."""
@@ -50,11 +45,7 @@ class BufferedCourse(Course):
         if job.lost:  # the server learns of it when the answer is due
             self._forget(subject, "lost")
             return None
-        self.arrived += 1
         return subject
-
-    def refuse(self, count: int) -> None:
-        self.arrived -= count
 
     def _dispatch(self) -> None:
         self.planned = -1.0
@@ -83,5 +74,6 @@ class BufferedCourse(Course):
     def stalled(self) -> str:
         return (
             f"nobody is at work and nobody can be sent for: clients {some(self.idle)} are away and not known to come "
-            f"back; the server has {self.arrived} of {self.size} updates; let clients come back, or lower the size"
+            f"back; the server has {self.size - self.missing} of {self.size} updates; let clients come back, or lower "
+            "the size"
         )

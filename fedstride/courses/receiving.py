@@ -83,20 +83,13 @@ class _Receiving(Course):
 class FirstArrivalsCourse(_Receiving):
     """DLSGD-homo's: the server acts on the first n arrivals; a client is busy until its update has been sent."""
 
-    state = (*_Receiving.state, "arrived")
-
     def __init__(self, costs: Costs, work: Work, seed: int, now: float, n: int):
         super().__init__(costs, work, seed, now)
         self.n = n
-        self.arrived = 0
 
     def publish(self, version: int) -> None:
-        self.arrived = 0
+        self.missing = self.n
         super().publish(version)
-
-    @property
-    def closed(self) -> bool:
-        return self.arrived >= self.n
 
     def _started(self, number: int, job: Job) -> None:
         if not job.lost:
@@ -113,16 +106,13 @@ class FirstArrivalsCourse(_Receiving):
             self.retry.add(job.client)
             self._forget(subject, "lost")
             return None
-        self.arrived += 1
         return subject
-
-    def refuse(self, count: int) -> None:
-        self.arrived -= count
 
     def stalled(self) -> str:
         return (
-            f"the server has {self.arrived} of {self.n} updates and nobody is at work: clients {some(self.waiting)} "
-            "wait for a newer model or are away and not known to come back; lower n, or let them come back"
+            f"the server has {self.n - self.missing} of {self.n} updates and nobody is at work: clients "
+            f"{some(self.waiting)} wait for a newer model or are away and not known to come back; lower n, or let them "
+            "come back"
         )
 
 
@@ -133,7 +123,7 @@ class SendBuffersCourse(_Receiving):
     keep a client from training. `resend`: the buffer keeps what was sent, and sends it again if asked.
     """
 
-    state = (*_Receiving.state, "slots", "running", "asked", "draws", "awaited")
+    state = (*_Receiving.state, "slots", "running", "asked", "draws")
 
     def __init__(self, costs: Costs, work: Work, seed: int, now: float, n: int, resend: bool):
         super().__init__(costs, work, seed, now)
@@ -147,23 +137,21 @@ class SendBuffersCourse(_Receiving):
         self.running: dict[int, int] = {}  # client -> job in training
         self.asked: set[int] = set()  # clients whose next update goes straight to the server
         self.draws: dict[int, int] = {}  # client -> how often the server drew it
-        self.awaited = 0
 
     def publish(self, version: int) -> None:
         super().publish(version)
         rng, weights = generator(self.seed, "cohort", version + 1), self.costs.even
         cohort = Uniform(self.n, replacement=True).draw(rng, weights, version + 1)
         self.draws = dict(zip(cohort.clients.tolist(), cohort.times.tolist()))
-        self.awaited = len(self.draws)
+        self.missing = len(self.draws)
         requests: dict[float, list[int]] = {}
         for client in self.draws:
             requests.setdefault(self.costs.latency[client], []).append(client)
         for latency, clients in requests.items():
             self.clock.push(self.clock.now + latency, SERVER, "request", clients)
 
-    @property
-    def closed(self) -> bool:
-        return self.awaited == 0
+    def refuse(self, count: int) -> None:
+        """The server asked these clients by name and does not ask again."""
 
     def times(self, number: int) -> int:
         return self.draws[self.jobs[number].client]
@@ -188,7 +176,6 @@ class SendBuffersCourse(_Receiving):
             for client in subject:
                 self._request(client)
         else:
-            self.awaited -= 1
             return subject
         return None
 

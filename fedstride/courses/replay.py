@@ -24,6 +24,7 @@ class ReplayCourse(Course):
 
     def publish(self, version: int) -> None:
         self.version, self.place = version, 0
+        self.missing = len(self.updates[version]["jobs"])
         self.sent += self.updates[version]["sent"]
         self.clock.now = self.updates[version]["seconds"]
         for position, place in self._of_version.get(version, ()):
@@ -38,9 +39,8 @@ class ReplayCourse(Course):
         for queue in self.queues.values():
             self.needed.setdefault(queue[0], None)  # a client's next job builds on the memory of the one before
 
-    @property
-    def closed(self) -> bool:
-        return self.place >= len(self.updates[self.version]["jobs"])
+    def refuse(self, count: int) -> None:
+        """The trace says who was used; nobody comes in their place."""
 
     def times(self, number: int) -> int:
         position = self.version
@@ -48,7 +48,7 @@ class ReplayCourse(Course):
 
     def advance(self) -> int:
         number = self._first[self.version] + self.place
-        self.place += 1
+        self.place, self.missing = self.place + 1, self.missing - 1
         self.needed.pop(number, None)
         return number
 

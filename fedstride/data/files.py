@@ -4,7 +4,6 @@ The folder is the one that the environment variable FEDSTRIDE_DATA names, otherw
 its official layout below it.
 """
 
-import difflib
 import gzip
 import hashlib
 import io
@@ -23,7 +22,7 @@ import torch
 
 from fedstride.checkpoint import write_whole
 from fedstride.data.dataset import Dataset, Examples, from_arrays, pixels
-from fedstride.errors import FedstrideError
+from fedstride.errors import FedstrideError, unknown
 from fedstride.keys import generator
 
 
@@ -122,9 +121,7 @@ def load(
     path, test, features: for svmlight, a file to train on, another to test with, and the number of features.
     """
     if name not in NAMES:
-        near = difflib.get_close_matches(str(name), NAMES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise FedstrideError(f"unknown data set {name!r}{hint} Choose from {', '.join(NAMES)}")
+        raise FedstrideError(unknown("data set", name, NAMES))
     if (name == "svmlight") != (path is not None) or (path is None and (test, features) != (None, None)):
         raise FedstrideError("path, test and features belong to load('svmlight', path=...), which needs a path")
     if name == "digits":

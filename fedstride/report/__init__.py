@@ -8,8 +8,8 @@ from fedstride.report import figures, tables
 from fedstride.report.data import collect
 from fedstride.report.findings import find
 from fedstride.report.page import render
-from fedstride.report.runs import load, text
 from fedstride.results import Target
+from fedstride.runs import load, text
 
 
 def write(folder: str | Path, target: float | Target | None = None) -> Path:

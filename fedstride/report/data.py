@@ -8,8 +8,8 @@ import numpy as np
 
 from fedstride.errors import FedstrideError
 from fedstride.report.findings import Findings, grouped
-from fedstride.report.runs import Record
 from fedstride.report.sentences import scale, words
+from fedstride.runs import Record
 from fedstride.statistics import UNITS, Run, curve, summarise
 from fedstride.timeline import Timeline
 

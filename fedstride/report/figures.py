@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from fedstride.report.findings import Findings
+from fedstride.statistics import lower_is_better
 
 COLOURS = ["#0072b2", "#d55e00", "#008f68", "#b8559a", "#a67c00", "#3aa0d8", "#6a3d9a", "#4a4f57"]
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2))]
@@ -91,7 +92,7 @@ def _curves(figure: Any, data: dict[str, Any], findings: Findings, unit: str, li
             axes.fill_between(x, mean - half, mean + half, color=look["color"], alpha=0.1, linewidth=0)
     axes.set(xlabel=UNITS[unit], ylabel=findings.metric.replace("_", " ") + (", %" if factor == 100 else ""))
     seen = factor * np.array([value for line in lines.values() for value in line["mean"] if value is not None])
-    low, high = np.quantile(seen, [0, 0.94] if findings.metric.endswith("loss") else [0.06, 1])  # as in the page
+    low, high = np.quantile(seen, [0, 0.94] if lower_is_better(findings.metric) else [0.06, 1])  # as in the page
     room = 0.05 * (high - low) or 0.05
     axes.set_ylim(low - room, min(100, high + room) if factor == 100 else high + room)
     axes.grid(axis="y", color=SOFT, linewidth=0.6)

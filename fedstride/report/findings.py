@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass
 
 from fedstride.report import sentences
-from fedstride.report.runs import Record
 from fedstride.report.sentences import Cell, amount, pretty, reach, scale, split, testable
 from fedstride.results import Target
-from fedstride.statistics import UNITS, Run, compare, summarise
+from fedstride.runs import Record
+from fedstride.statistics import UNITS, Run, compare, lower_is_better, summarise
 
 COUNTERS = "round seconds clients steps bytes_up bytes_down rejected staleness max_staleness".split()
 FIRST = ("accuracy", "loss", "train_loss", "local_loss")  # metrics in the order in which people ask for them
@@ -52,7 +52,7 @@ def find(records: list[Record], target: float | Target | None = None) -> Finding
     still = [label for label, runs in ended.items() if runs and not _travels(runs)]
     references = still if len(still) < len([label for label in ended if ended[label]]) else []
     finals = {label: summarise(runs, metric) for label, runs in ended.items() if runs}
-    sign = 1 if metric.endswith("loss") else -1
+    sign = 1 if lower_is_better(metric) else -1
 
     def place(label: str) -> tuple:
         final = finals.get(label)
@@ -124,7 +124,7 @@ def _cells(
     if not runs:
         return [nothing] * (3 + len(units))
     cells, factor = [], scale(metric)
-    sign = 1 if metric.endswith("loss") else -1
+    sign = 1 if lower_is_better(metric) else -1
     for pick in ("final", "best"):
         value = summarise(runs, metric, pick)
         cells.append(split(value.text(factor), sign * value.mean if value.mean is not None else math.inf))

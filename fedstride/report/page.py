@@ -8,8 +8,8 @@ from string import Template
 from typing import Any
 
 from fedstride.report.findings import Findings, grouped
-from fedstride.report.runs import Record
 from fedstride.report.sentences import Cell, goal_words, words
+from fedstride.runs import Record
 
 HERE = Path(__file__).parent
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedstride.errors import FedstrideError
-from fedstride.report.runs import Record
 from fedstride.results import Target
-from fedstride.statistics import Comparison, Run, Summary, ToTarget, to_target
+from fedstride.runs import Record
+from fedstride.statistics import Comparison, Run, Summary, ToTarget, lower_is_better, to_target
 
 SURE = 0.05
 
@@ -104,7 +104,7 @@ def headline(
         return f"{winner} ends best, at {what}, on seeds of its own: it shares none with the others"
     near = next(iter(rated))
     gap = f"{split(Summary(abs(rated[near].mean or 0), rated[near].half, 1).text(factor)).text}{gap_unit}"
-    side = "below" if metric.endswith("loss") else "above"
+    side = "below" if lower_is_better(metric) else "above"
     if rated[near].p_t is None:
         lead = f"{winner} leads on the only common seed with {what}, {gap} {side} {near}"
         return f"{lead}; one seed cannot say how sure that is"

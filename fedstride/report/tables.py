@@ -5,7 +5,7 @@ import io
 import json
 from typing import Any
 
-from fedstride.report.runs import Record
+from fedstride.runs import Record
 
 
 def tidy(records: list[Record]) -> tuple[list[str], list[dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Reading the folder of a comparison: LABEL/seed-K/ for every run, as `fedstride compare` leaves it."""
+"""Runs on disk, to be read: LABEL/seed-K/ for every run of a study."""
 
 import json
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def load(folder: str | Path) -> list[Record]:
         raise FedstrideError(
             f"no runs in {folder}; they are expected in LABEL/seed-K, as `fedstride compare` writes them"
         )
-    return [_record(label, seed, path) for label, seed, path in sorted(found)]
+    return [read(label, seed, path) for label, seed, path in sorted(found)]
 
 
 def text(path: Path) -> str:
@@ -65,7 +65,8 @@ def text(path: Path) -> str:
         raise _damaged(path, "it cannot be read as text") from None
 
 
-def _record(label: str, seed: int, path: Path) -> Record:
+def read(label: str, seed: int, path: Path) -> Record:
+    """One run."""
     rows, timeline = _lines(path / "rows.jsonl"), _lines(path / "timeline.jsonl")
     end: dict[str, Any] = {}
     _need(path / "rows.jsonl", rows, ROW)
@@ -142,4 +143,4 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, why: str) -> FedstrideError:
-    return FedstrideError(f"{path} is damaged: {why}")
+    return FedstrideError(f"{path} is damaged: {why}; delete {path.parent} to run it again")
