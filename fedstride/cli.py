@@ -1,4 +1,4 @@
-"""The command line: run, compare, sweep, report, list, bench.
+"""The command line: run, compare, sweep, reproduce, report, list, bench.
 
 Exit codes: 0 done, 2 bad input, 3 every run diverged, 130 Ctrl-C.
 """
@@ -86,6 +86,32 @@ def sweep(
     if "method.name" in grid:
         description.pop("methods", None)  # the grid says which methods
     _exit(_study(description, "sweep", items, out, resume, json_, track, by)[1])
+
+
+@app.command()
+def reproduce(
+    what: Annotated[str | None, typer.Argument(metavar="PAPER[/ITEM]", help="Such as dlsgd, or dlsgd/table2.")] = None,
+    scale: Annotated[
+        str, typer.Option(help="smoke: seconds; cpu: a stated reduction; full: the paper's setting.")
+    ] = "cpu",
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; by default what the item asks for.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for runs under way.")] = Path("runs/reproduce"),
+    list_: Annotated[bool, typer.Option("--list", help="Show items, what they cost, and what is done.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Run the full scale even without a GPU.")] = False,
+) -> None:
+    """Run tables and figures of the five papers, as far as they are missing, and put ours beside the printed numbers."""
+    from fedstride.reproduce import command
+
+    if list_:
+        command.show(what)
+        return
+    if what is None:
+        raise FedstrideError("say which paper, or which of its items; `fedstride reproduce --list` shows them")
+    try:
+        command.run(what, scale, seeds, out, yes, err)
+    except KeyboardInterrupt:
+        err.print("interrupted; the same command goes on from the last checkpoint")
+        raise typer.Exit(130) from None
 
 
 @app.command()

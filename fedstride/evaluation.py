@@ -24,8 +24,9 @@ class Evaluation:
         test: tuple[Any, Any] | None,
         metrics: dict[str, Metric] | None,
         training: tuple[Clients, Tensor] | None,
+        weight_decay: float = 0.0,
     ):
-        self._model, self._loss, self._training = model, loss, training
+        self._model, self._loss, self._training, self._weight_decay = model, loss, training, weight_decay
         self._metrics = metrics or {}
         if self._metrics and test is None:
             raise FedstrideError("metrics need test data; pass test=(inputs, targets)")
@@ -61,4 +62,6 @@ class Evaluation:
                 rows = clients.order[clients.offsets[client] : clients.offsets[client + 1]]
                 losses.append(float(self._loss(outputs[rows], clients.targets[rows])))
             numbers["train_loss"] = float(np.dot(weights.cpu().numpy(), losses))
+        if numbers and self._weight_decay:  # what is minimised is loss plus penalty
+            numbers["penalty"] = self._weight_decay / 2 * float(x.double().square().sum())
         return numbers

@@ -65,7 +65,8 @@ CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
     "model": models.BUILDERS,
     "method": REGISTRY,  # type: ignore[dict-item]
     "loss": {
-        name: getattr(losses, name) for name in ("cross_entropy", "least_squares", "least_squares_sum", "squared_hinge")
+        name: getattr(losses, name)
+        for name in ("cross_entropy", "least_squares", "least_squares_sum", "squared_hinge", "parity_hinge")
     },
     "steps": {"gaussian": steps.gaussian, "epochs": steps.epochs, "unfinished": steps.unfinished},
     "augment": {"crop-flip": data.crop_flip},
@@ -86,7 +87,7 @@ CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
         "dropout": availability.dropout, "cycle": availability.cycle, "daytime": availability.daytime,
         "trace": availability.trace,
     },
-    "metrics": {"top5": _top5, "sign_accuracy": models.sign_accuracy},
+    "metrics": {"top5": _top5, "sign_accuracy": models.sign_accuracy, "parity_accuracy": models.parity_accuracy},
 }  # fmt: skip
 
 

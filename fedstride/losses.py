@@ -46,6 +46,10 @@ def _half_squared_hinge(outputs: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * (1 - targets * outputs.view_as(targets)).clamp(min=0).square()
 
 
+def _half_squared_parity(outputs: Tensor, targets: Tensor) -> Tensor:
+    return _half_squared_hinge(outputs, 1 - 2 * (targets % 2))
+
+
 cross_entropy = Loss(_cross_entropy)
 """Softmax cross-entropy with integer targets, mean over the batch."""
 least_squares = Loss(_half_square)
@@ -55,6 +59,8 @@ least_squares_sum = Loss(_half_square, "sum")
 squared_hinge = Loss(_half_squared_hinge, labels=(-1, 1))
 """Half the squared hinge, 1/2 max(0, 1 - y s)^2 for one score s and a label y of -1 or +1, mean over the batch: the
 loss of FedVeca's squared SVM, whose regulariser is the run's weight_decay."""
+parity_hinge = Loss(_half_squared_parity)
+"""The same for labels that are whole numbers: even ones count as +1, odd ones as -1."""
 
 
 def per_example(

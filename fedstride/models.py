@@ -96,31 +96,40 @@ def vgg19_fedagrac(inputs: Shape = CIFAR, classes: int = 10) -> nn.Module:
     return _two_hidden(features, inputs, 512, classes)
 
 
-class Svm(nn.Module):
-    """A plane through the origin, starting at zero; the sign of its one output [B] is the class."""
+class Plane(nn.Module):
+    """A plane through the origin, starting at zero, with one output [B]."""
 
     def __init__(self, features: int):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(features))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Scores [B]."""
+        """Heights [B]."""
         return inputs.flatten(1) @ self.weight
 
 
-def svm_fedveca(inputs: Shape = MNIST) -> nn.Module:
-    """FedVeca's squared SVM for even (+1) and odd (-1) digits: 784 weights, no bias, zero start.
+def linear(inputs: Shape = (100,)) -> nn.Module:
+    """One output, no constant, zero start, for least squares (the o(1/t) paper): 100 weights."""
+    return Plane(math.prod(inputs))
 
-    It goes with `loss=fs.losses.squared_hinge`, `weight_decay=0.1` (the paper's regulariser) and
-    `metrics={"accuracy": fs.models.sign_accuracy}`. The paper's losses contain the regulariser, 0.05 |w|^2; a run's do
-    not.
+
+def svm_fedveca(inputs: Shape = MNIST) -> nn.Module:
+    """FedVeca's squared SVM for even and odd digits: 784 weights, no bias, zero start.
+
+    It goes with `loss=fs.losses.parity_hinge`, `metrics={"accuracy": fs.models.parity_accuracy}` and
+    `weight_decay=0.1` (the paper's regulariser, 0.05 |w|^2, which its losses contain; rows have it as `penalty`).
     """
-    return Svm(math.prod(inputs))
+    return Plane(math.prod(inputs))
 
 
 def sign_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     """The share of outputs [B] with the sign of their target, -1 or +1; for `metrics` of a run."""
     return (outputs * targets > 0).double().mean()
+
+
+def parity_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The share of outputs [B] that are positive for even labels and negative for odd ones."""
+    return sign_accuracy(outputs, 1 - 2 * (targets % 2))
 
 
 def cnn_fedveca(inputs: Shape = MNIST, classes: int = 10) -> nn.Module:
@@ -206,7 +215,7 @@ def resnet18_fedlga(inputs: Shape = CIFAR, classes: int = 10) -> nn.Module:
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     builder.__name__.replace("_", "-"): builder
     for builder in (
-        *(logistic, mlp, cnn, resnet20),
+        *(linear, logistic, mlp, cnn, resnet20),
         *(cnn_fedagrac, alexnet_fedagrac, vgg19_fedagrac),
         *(svm_fedveca, cnn_fedveca, cnn_dlsgd, mlp_fedlga, resnet18_fedlga, cnn_tracking),
     )

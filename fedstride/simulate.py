@@ -145,7 +145,8 @@ def simulate(
     fleet = clients.fleet(weights or method.weights, target)
     rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
 
-    evaluate = Evaluation(oracle.model, loss, test, metrics, (clients, fleet.weights) if train_loss else None)
+    training = (clients, fleet.weights) if train_loss else None
+    evaluate = Evaluation(oracle.model, loss, test, metrics, training, local.weight_decay)
     limits = (stop, schedule, inputs.budget(seconds, world, method))
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, *limits)
     job = partial(single_job, plan)

@@ -161,7 +161,7 @@ def summarise(runs: Sequence[Run], metric: str = "accuracy", pick: str = "final"
     target, count with their value there.
     """
     values = [value for value in _values(runs, metric, pick).values() if value is not None]
-    mean, half = _interval(values)
+    mean, half = interval(values)
     return Summary(mean, half, len(values), len(runs) - len(values))
 
 
@@ -203,7 +203,7 @@ def compare(one: Sequence[Run], two: Sequence[Run], metric: str = "accuracy", pi
             differences.append(a - b)
         gain = sign * (a - b) if a is not None and b is not None else (a is not None) - (b is not None)
         wins, losses = wins + (gain > 0), losses + (gain < 0)
-    mean, half = _interval(differences)
+    mean, half = interval(differences)
     effect = p_t = p_flip = None
     if mean is not None and len(differences) > 1:
         deviation = float(np.std(differences, ddof=1))
@@ -253,7 +253,7 @@ def sign_flip(differences: Sequence[float]) -> float:
     return float((sums >= abs(d.sum()) - 1e-12 * np.abs(d).sum()).mean())  # ties must not be lost to rounding
 
 
-def _interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Mean and half-width of its interval."""
     n = len(values)
     if n < 2:

@@ -1,0 +1,109 @@
+"""`fedstride reproduce`: progress while it runs, tables at the end."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fedstride.errors import FedstrideError
+from fedstride.experiment import Experiment
+from fedstride.reproduce import costs, items, judge, play, store
+from fedstride.reproduce.items import SCALES, Item
+from fedstride.reproduce.store import Found
+
+
+def show(what: str | None) -> None:
+    """All items, what they cost, and what is done."""
+    kind = _kind()
+    table = Table("item", "what", "scale", "cells", "done", "runs left", f"about, on this {kind}", box=None)
+    for paper, name in items.select(what):
+        for scale in SCALES[1:]:
+            item = items.item(paper, name, scale)
+            found = Found(item, store.path(paper, name, scale))
+            table.add_row(
+                f"{paper}/{name}", item.title, scale, str(len(item.cells)), str(found.done),
+                str(play.left(found, item.seeds)), duration(costs.seconds(item, item.seeds, kind)),
+            )  # fmt: skip
+    Console(highlight=False, markup=False).print(table)
+
+
+def run(what: str, scale: str, seeds: int | None, out: Path, yes: bool, err: Console) -> None:
+    """Run what is missing and print the tables."""
+    chosen = [(paper, name, items.item(paper, name, scale)) for paper, name in items.select(what)]
+    cost = sum(costs.seconds(item, seeds or item.seeds, "cpu") for _, _, item in chosen)
+    if scale == "full" and _kind() == "cpu" and not yes and cost > 1800:
+        raise FedstrideError(
+            f"{what} at full scale would take about {duration(cost)} without a GPU; add --yes to run it all the same, "
+            "or take --scale cpu"
+        )
+    for paper, name, item in chosen:
+        path = out / "smoke.json" if scale == "smoke" else store.path(paper, name, scale)
+        if scale == "smoke":
+            path.unlink(missing_ok=True)
+        found = play.play(item, path, out / f"{paper}-{name}-{scale}", seeds or item.seeds, _watch(err))
+        err.print()
+        tell(f"{paper}/{name}", item, found)
+
+
+def tell(name: str, item: Item, found: Found) -> None:
+    """The tables of an item and what they say."""
+    console = Console(highlight=False, markup=False)
+    console.print(f"{name}: {item.title}. {item.claim}")
+    for measure in item.measures:
+        printed = any(measure.name in cell.printed for cell in item.cells)
+        head = f"{measure.name}: ours{' / printed' if printed else ''}"
+        table = Table("", *item.columns, title=head, title_justify="left", box=None)
+        for row in item.rows:
+            table.add_row(row, *(entry(found, row, column, measure) for column in item.columns))
+        console.print(table)
+    verdict = judge.judge(found)
+    for text, holds in verdict.claims:
+        console.print(f"{'cannot be said yet' if holds is None else 'holds' if holds else 'does not hold'}: {text}")
+    console.print(verdict.text())
+    if item.reduced:
+        console.print(f"reduced: {item.reduced}")
+
+
+def entry(found: Found, row: str, column: str, measure: items.Measure) -> str:
+    """One place of a table: ours / printed."""
+    cell = found.cell(row, column)
+    if cell is None:
+        return ""
+    ours, printed = judge.shown(found, cell, measure) or "-", cell.printed.get(measure.name)
+    if printed is None:
+        return ours
+    return f"{ours} / {printed:,.{measure.places}f}" if printed < float("inf") else f"{ours} / not reached"
+
+
+def duration(seconds: float) -> str:
+    """For people."""
+    for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(1, seconds):.0f} seconds"
+
+
+def _kind() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _watch(err: Console):
+    """One line that keeps changing on a terminal, one line a run elsewhere."""
+    last: dict[str, Any] = {"time": 0.0, "name": ""}
+
+    def watch(name: str, experiment: Experiment, row: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if name != last["name"] and not err.is_terminal:
+            err.print(f"{name} ...")
+        last["name"] = name
+        if err.is_terminal and now - last["time"] > 0.2:
+            numbers = "".join(f"  {key} {row[key]:.4g}" for key in ("accuracy", "loss", "train_loss") if key in row)
+            virtual = f"  {row['seconds']:.1f} s" if row["seconds"] else ""
+            err.file.write(f"\r{name}  round {row['round']}/{experiment.rounds}{virtual}{numbers}\x1b[K")
+            err.file.flush()
+            last["time"] = now
+
+    return watch

@@ -1,0 +1,83 @@
+"""What an item will cost, roughly: floating-point operations of all local steps over what machines like these did.
+
+The rates are those this project reached with the papers' networks (docs/performance.md); evaluation and passes over all
+data come on top, and a run that stops at its target ends earlier. Good to a factor of two or three.
+"""
+
+import math
+from functools import cache
+
+import torch
+
+from fedstride import devices, models
+from fedstride.algorithm import REGISTRY
+from fedstride.experiment import FLEETS, Choice, Experiment
+from fedstride.reproduce.items import Item
+from fedstride.reproduce.store import points
+
+RATES = {"cpu": 50e9, "cuda": 2e12}  # operations a second: two cores; one H200
+LAUNCH = {"cpu": 1e-4, "cuda": 2e-3}  # seconds that a step of a cohort takes however small it is
+SHAPES = {"digits": (8, 8), "mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar-10": (3, 32, 32)}
+SHAPES |= {"cifar-100": (3, 32, 32), "a9a": (123,)}
+EXAMPLES = {"digits": 1_500, "mnist": 60_000, "fashion-mnist": 60_000, "cifar-10": 50_000, "cifar-100": 50_000}
+
+
+def seconds(item: Item, seeds: int, kind: str) -> float:
+    """Of all runs of an item, on "cpu" or "cuda"."""
+    return sum((len(points(cell)) + seeds - 1) * _run(cell.experiment, kind) for cell in item.cells)
+
+
+def _run(experiment: Experiment, kind: str) -> float:
+    """One run."""
+    steps, cohorts = _steps(experiment)
+    batch = 100 if experiment.batch_size == "all" else experiment.batch_size
+    name = experiment.data.name
+    if name in FLEETS:
+        return cohorts * LAUNCH[kind]
+    shape, classes = SHAPES.get(name, (100,)), 100 if name == "cifar-100" else 10
+    operations = _operations(experiment.model.name, shape, classes) * batch
+    return max(steps * operations / RATES[kind], cohorts * LAUNCH[kind])
+
+
+@cache
+def _operations(name: str, shape: tuple[int, ...], classes: int) -> float:
+    """Of one example, forward and backward."""
+    known = {} if name == "svm-fedveca" else {"classes": classes}
+    return devices.measured_flops(models.make(name, inputs=shape, **known), torch.zeros(2, *shape)) / 2
+
+
+def _steps(experiment: Experiment) -> tuple[float, float]:
+    """Client steps of a run, and how many steps of a whole cohort these are."""
+    method = REGISTRY[experiment.method.name](**experiment.method.options)
+    part = experiment.data if experiment.data.name in FLEETS else experiment.partition
+    clients = 20 if part is None else part.options.get("clients", 20)
+    cohort = clients
+    if experiment.participation is not None and "n" in experiment.participation.options:
+        cohort = experiment.participation.options["n"]
+    each = method.local_steps or _each(experiment, clients)
+    if experiment.seconds is not None and experiment.world is not None and method.schedule.asynchronous:
+        per_step = devices.resolve(_devices(experiment), clients, 0)
+        total = experiment.seconds * float((1 / per_step).sum())
+        return total, total / clients
+    return experiment.rounds * cohort * each, experiment.rounds * each
+
+
+def _devices(experiment: Experiment):
+    from fedstride.experiment import _build
+
+    assert experiment.world is not None
+    return _build("devices", experiment.world.devices)
+
+
+def _each(experiment: Experiment, clients: int) -> float:
+    """Local steps of a client, on average."""
+    rule = experiment.steps
+    if not isinstance(rule, Choice):
+        return sum(rule) / len(rule) if isinstance(rule, tuple) else rule
+    if rule.name == "gaussian":
+        return rule.options["mean"]
+    if rule.options.get("unit") == "step":
+        return rule.options.get("epochs", 5)
+    batch = 1 if experiment.batch_size == "all" else experiment.batch_size
+    epoch = math.ceil(EXAMPLES.get(experiment.data.name, 30_000) / clients / batch)
+    return epoch * rule.options.get("count", rule.options.get("epochs", 5))

@@ -1,0 +1,149 @@
+"""Ours beside the paper's: ratios, orderings, claims."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedstride import statistics
+from fedstride.reproduce.items import Cell, Measure
+from fedstride.reproduce.store import Found
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """Two columns of a row that the paper puts in an order."""
+
+    row: str
+    measure: Measure
+    better: str
+    worse: str
+    outcome: str  # agrees, disagrees, tied, or not run
+    sure: bool = False  # the interval of the difference over seeds leaves zero out
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the runs say about an item."""
+
+    done: int  # cells with a run
+    cells: int
+    orderings: tuple[Ordering, ...]
+    claims: tuple[tuple[str, bool | None], ...]
+
+    def count(self, outcome: str) -> int:
+        """Orderings with this outcome."""
+        return sum(ordering.outcome == outcome for ordering in self.orderings)
+
+    @property
+    def sure(self) -> int:
+        """Orderings that agree beyond the spread over seeds."""
+        return sum(ordering.sure and ordering.outcome == "agrees" for ordering in self.orderings)
+
+    @property
+    def held(self) -> int:
+        """Claims that hold."""
+        return sum(holds is True for _, holds in self.claims)
+
+    @property
+    def told(self) -> int:
+        """Claims that could be judged."""
+        return sum(holds is not None for _, holds in self.claims)
+
+    def text(self) -> str:
+        """In one sentence."""
+        words = [f"{self.done} of {self.cells} cells run"]
+        if self.orderings:
+            known = len(self.orderings) - self.count("not run")
+            words.append(
+                f"{self.count('agrees')} of {known} orderings as printed ({self.sure} beyond the spread over seeds), "
+                f"{self.count('disagrees')} reversed, {self.count('tied')} tied"
+            )
+        if self.claims:
+            words.append(f"{self.held} of {self.told} claims hold")
+        return "; ".join(words)
+
+
+def judge(found: Found) -> Verdict:
+    """Everything the paper prints or says, against what was run."""
+    item = found.item
+    claims = tuple((claim.text, _ask(claim.holds, found)) for claim in item.claims)
+    return Verdict(found.done, len(item.cells), tuple(_orderings(found)), claims)
+
+
+def ratio(found: Found, cell: Cell, measure: Measure) -> float | None:
+    """Ours over the printed number, where both are numbers."""
+    printed, ours = cell.printed.get(measure.name), found.middle(cell.row, cell.column, measure)
+    if printed is None or not math.isfinite(printed) or not math.isfinite(ours) or not printed:
+        return None
+    return ours / printed
+
+
+def shown(found: Found, cell: Cell, measure: Measure) -> str:
+    """Ours for a table: the mean and its interval, or, where runs failed, the median and how many did not."""
+    values = list(found.values(cell.row, cell.column, measure).values())
+    if not values:
+        return ""
+    good = [value for value in values if math.isfinite(value)]
+    if not good:
+        runs = found.best(cell)
+        diverged = sum(run["status"] == "diverged" for run in runs)
+        end = f"> {_limit(runs, measure)}" if measure.lower and diverged < len(runs) else "diverged"
+        return end if len(values) == 1 else f"{end} ({len(values)} runs)"
+    if len(good) < len(values):
+        middle = float(np.median(values))
+        text = f"{middle:,.{measure.places}f}" if math.isfinite(middle) else f"> {_limit(found.best(cell), measure)}"
+        return f"{text} ({len(good)} of {len(values)} runs)"
+    mean, half = statistics.interval(good)
+    return f"{mean:,.{measure.places}f}" + (f" ± {half:,.{measure.places}f}" if half is not None else "")
+
+
+def _limit(runs: list[dict], measure: Measure) -> str:
+    """Where runs that did not reach the target ended."""
+    unit = "seconds" if measure.name.startswith("seconds") else "rounds"
+    return f"{np.median([run[unit] for run in runs]):,.0f}"
+
+
+def _ask(holds, found: Found) -> bool | None:
+    """A claim about runs that are not there cannot be judged."""
+    if not found.runs:
+        return None
+    answer = holds(found)
+    return None if answer is None else bool(answer)
+
+
+def _orderings(found: Found) -> Iterator[Ordering]:
+    item = found.item
+    for order in item.orders:
+        yield _compare(found, order.row, item.measures[0], order.better, order.worse)
+    for row in item.rows:
+        cells = [cell for cell in item.cells if cell.row == row]
+        for measure in item.measures:
+            printed = [(cell.column, cell.printed[measure.name]) for cell in cells if measure.name in cell.printed]
+            for i, (one, first) in enumerate(printed):
+                for two, second in printed[i + 1 :]:
+                    if first == second:
+                        continue  # the paper prints a tie
+                    ahead = (first < second) == measure.lower
+                    yield _compare(found, row, measure, *((one, two) if ahead else (two, one)))
+
+
+def _compare(found: Found, row: str, measure: Measure, better: str, worse: str) -> Ordering:
+    """Seed by seed; a run that failed counts as if it had needed twice the longest, or had half the least."""
+    first, second = (found.values(row, column, measure) for column in (better, worse))
+    common = sorted(first.keys() & second.keys())
+    if not common:
+        return Ordering(row, measure, better, worse, "not run")
+    finite = [value for values in (first, second) for value in values.values() if math.isfinite(value)]
+    failed = (2 * max(finite) if measure.lower else min(finite) / 2) if finite else 0.0
+    sign = 1 if measure.lower else -1
+    gains = [sign * ((_or(second[seed], failed)) - _or(first[seed], failed)) for seed in common]
+    mean, half = statistics.interval(gains)
+    assert mean is not None
+    sure = half is not None and abs(mean) > half
+    return Ordering(row, measure, better, worse, "agrees" if mean > 0 else "disagrees" if mean < 0 else "tied", sure)
+
+
+def _or(value: float, instead: float) -> float:
+    return value if math.isfinite(value) else instead

@@ -1,0 +1,220 @@
+"""What was measured: small JSON files, one an item and scale, kept in the repository beside the papers.
+
+A file holds a list of runs. A run says where it belongs (row, column, the point of the grid, seed), what exactly ran
+(the fields that differ from an experiment's defaults), its numbers, a thinned curve, and who made it: commit, machine,
+versions, wall-clock seconds. A run whose experiment is no longer that of its cell does not count.
+"""
+
+import importlib
+import itertools
+import json
+import math
+import platform
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedstride.checkpoint import write_whole
+from fedstride.errors import FedstrideError
+from fedstride.experiment import Experiment
+from fedstride.reproduce.items import Cell, Item, Measure
+from fedstride.statistics import Run
+from fedstride.study import override
+
+POINTS = 60  # of a stored curve
+UNTOLD = ("seed", "device", "backend", "chunk", "timeline")  # do not change what is computed, or are told elsewhere
+
+
+def folder() -> Path:
+    """Where results are kept."""
+    return Path(next(iter(importlib.import_module("papers").__path__))) / "results"
+
+
+def path(paper: str, name: str, scale: str) -> Path:
+    """The file of an item."""
+    return folder() / f"{paper}-{name}-{scale}.json"
+
+
+def brief(experiment: Experiment) -> dict[str, Any]:
+    """The fields that are not the default, those of the machine and the seed left out."""
+    defaults = Experiment().dump()
+    return {
+        key: value
+        for key, value in experiment.dump().items()
+        if key not in UNTOLD and (key not in defaults or defaults[key] != value)
+    }
+
+
+def points(cell: Cell) -> list[dict[str, Any]]:
+    """The points of a cell's grid; one empty point without a grid."""
+    return [dict(zip(cell.grid, values)) for values in itertools.product(*cell.grid.values())]
+
+
+class Found:
+    """The stored runs of an item that still belong to it."""
+
+    def __init__(self, item: Item, path: Path):
+        self.item, self.path = item, path
+        cells = {(cell.row, cell.column): cell for cell in item.cells}
+        self.runs: list[dict[str, Any]] = []
+        stored = [(cells.get((run["row"], run["column"])), run) for run in _read(path)]
+        for cell, run in sorted(stored, key=lambda pair: bool(pair[0] and pair[0].after)):  # those after others last
+            if cell is not None and run["point"] in points(cell):
+                experiment = self.planned(cell, run["point"], run["seed"])
+                if experiment is not None and run["experiment"] == brief(experiment):
+                    self.runs.append(run)
+
+    def planned(self, cell: Cell, point: dict[str, Any], seed: int) -> Experiment | None:
+        """The experiment of a cell at a point of its grid; None while a run that it waits for is missing."""
+        description = cell.experiment.dump() | {"seed": seed, "timeline": False}
+        for key, value in point.items():
+            description = override(description, key, value)
+        experiment = Experiment.parse(description)
+        if cell.adapt is None:
+            return experiment
+        if not cell.after:
+            return cell.adapt(experiment, 0)
+        other = self.cell(cell.row, cell.after)
+        first = [] if other is None else [run for run in self.best(other) if run["seed"] == seed]
+        return cell.adapt(experiment, first[0]["steps"]) if first else None
+
+    def get(self, cell: Cell, point: dict[str, Any], seed: int) -> dict[str, Any] | None:
+        """One run, if it is there."""
+        return next((run for run in self._of(cell) if run["point"] == point and run["seed"] == seed), None)
+
+    def _of(self, cell: Cell) -> Iterator[dict[str, Any]]:
+        return (run for run in self.runs if (run["row"], run["column"]) == (cell.row, cell.column))
+
+    def winner(self, cell: Cell) -> dict[str, Any] | None:
+        """The best point of the grid on the first seed; None until all were tried."""
+        every = points(cell)
+        if len(every) == 1:
+            return every[0]
+        measure, tried = self.item.measures[0], [self.get(cell, point, 0) for point in every]
+        if any(run is None for run in tried):
+            return None
+        values = [self._number(run, measure) for run in tried if run is not None]
+        return every[int(np.argmin(values) if measure.lower else np.argmax(values))]
+
+    def best(self, cell: Cell) -> list[dict[str, Any]]:
+        """The runs of a cell that count: those at the winning point, one a seed."""
+        point = self.winner(cell)
+        return [] if point is None else [run for run in self._of(cell) if run["point"] == point]
+
+    def cell(self, row: str, column: str) -> Cell | None:
+        """The cell at a place."""
+        return next((cell for cell in self.item.cells if (cell.row, cell.column) == (row, column)), None)
+
+    def values(self, row: str, column: str, measure: Measure | None = None) -> dict[int, float]:
+        """Numbers by seed."""
+        cell, measure = self.cell(row, column), measure or self.item.measures[0]
+        return {} if cell is None else {run["seed"]: self._number(run, measure) for run in self.best(cell)}
+
+    def middle(self, row: str, column: str, measure: Measure | None = None) -> float:
+        """The median over seeds; NaN where there is none."""
+        values = list(self.values(row, column, measure).values())
+        return float(np.median(values)) if values else math.nan
+
+    def curves(self, row: str, column: str, metric: str, against: str = "rounds") -> dict[int, tuple[list, list]]:
+        """Places and values by seed."""
+        cell, axis = self.cell(row, column), {"rounds": "round"}.get(against, against)
+        runs = [] if cell is None else self.best(cell)
+        return {run["seed"]: (run["curve"][axis], run["curve"][metric]) for run in runs if metric in run["curve"]}
+
+    @staticmethod
+    def _number(run: dict[str, Any], measure: Measure) -> float:
+        value = run["values"].get(measure.name)
+        return measure.worst if value is None else value
+
+    @property
+    def complete(self) -> bool:
+        """Whether every cell has a run."""
+        return all(self.best(cell) for cell in self.item.cells)
+
+    @property
+    def done(self) -> int:
+        """Cells that have a run."""
+        return sum(bool(self.best(cell)) for cell in self.item.cells)
+
+    def add(self, cell: Cell, point: dict[str, Any], experiment: Experiment, run: Run, wall: float, how: str) -> None:
+        """Store one more run, in the place of an older one."""
+        names = {self.item.curve[0], *self.item.keep}
+        values = {measure.name: measure.of(run) for measure in self.item.measures}
+        entry = {
+            "row": cell.row, "column": cell.column, "point": point, "seed": run.seed, "status": run.status,
+            "values": {name: value if math.isfinite(value) else None for name, value in values.items()},
+            "rounds": run.rows[-1]["round"], "seconds": _short(run.rows[-1]["seconds"]),
+            "steps": sum(row["steps"] for row in run.rows), "wall": round(wall, 1),
+            "made": {"commit": commit(), "machine": machine(), "torch": torch.__version__, "backend": how},
+            "experiment": brief(experiment), "curve": _thin(run.rows, names),
+        }  # fmt: skip
+        place = ("row", "column", "point", "seed")
+        rest = [old for old in self.runs if any(old[key] != entry[key] for key in place)]
+        self.runs = [*rest, entry]
+        lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in self.runs)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, f'{{"runs":[\n{lines}\n]}}\n'.encode())
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        return json.loads(path.read_text())["runs"]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError):
+        raise FedstrideError(f"{path} is damaged; delete it to measure again") from None
+
+
+def _thin(rows: list[dict[str, Any]], names: set[str]) -> dict[str, list[float]]:
+    """Up to POINTS rows that have the metrics, the first and the last among them."""
+    kept = [row for row in rows if names & row.keys()]
+    chosen = np.unique(np.linspace(0, len(kept) - 1, POINTS).round().astype(int)) if kept else []
+    kept = [kept[i] for i in chosen]
+    found = [name for name in sorted(names) if all(name in row for row in kept)]
+    return {name: [_short(row[name]) for row in kept] for name in ("round", "seconds", *found)} if kept else {}
+
+
+def _short(value: float) -> float:
+    """Five digits are enough for a picture."""
+    return (
+        int(value)
+        if value == int(value or 0) and abs(value) < 1e9
+        else float(f"{value:.5g}")
+        if math.isfinite(value)
+        else 0.0
+    )
+
+
+@cache
+def commit() -> str:
+    """The commit that is checked out; with a plus, if files differ from it."""
+    here = Path(__file__).parent
+    try:
+        name = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", "../../fedstride", "../../papers/*.py"],
+            cwd=here, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+@cache
+def machine() -> str:
+    """The GPU, or the processor and its cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        name = names[0].partition(":")[2].strip() if names else platform.machine()
+    except OSError:
+        name = platform.machine()
+    return f"{torch.get_num_threads()} threads, {name}"
