@@ -171,12 +171,15 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _thin(rows: list[dict[str, Any]], names: set[str]) -> dict[str, list[float]]:
-    """Up to POINTS rows that have the metrics, the first and the last among them."""
+    """Up to POINTS rows that have the metrics, at the same rounds in every run of equal length, and the last one."""
     kept = [row for row in rows if names & row.keys()]
-    chosen = np.unique(np.linspace(0, len(kept) - 1, POINTS).round().astype(int)) if kept else []
-    kept = [kept[i] for i in chosen]
+    if not kept:
+        return {}
+    every = kept[1]["round"] - kept[0]["round"] if len(kept) > 1 else 1  # a run is measured every so many rounds
+    stride = every * max(1, math.ceil(kept[-1]["round"] / every / POINTS))
+    kept = [row for row in kept if row["round"] % stride == 0 or row is kept[-1]]
     found = [name for name in sorted(names) if all(name in row for row in kept)]
-    return {name: [_short(row[name]) for row in kept] for name in ("round", "seconds", *found)} if kept else {}
+    return {name: [_short(row[name]) for row in kept] for name in ("round", "seconds", *found)}
 
 
 def _short(value: float) -> float:
