@@ -99,7 +99,7 @@ def reproduce(
     list_: Annotated[bool, typer.Option("--list", help="Show items, what they cost, and what is done.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Run the full scale even without a GPU.")] = False,
 ) -> None:
-    """Run tables and figures of the five papers, as far as they are missing, and put ours beside the printed numbers."""
+    """Run what is missing of the five papers' tables and figures, and put ours beside the printed numbers."""
     from fedstride.reproduce import command
 
     if list_:

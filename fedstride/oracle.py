@@ -6,10 +6,12 @@ Backends compute the same numbers to rounding:
   thread each, so large models keep the cores busy without waiting for each other at every step.
 * `vmap` computes a whole cohort in one call. Convolutions stay convolutions: as patch products they were slower or at
   best equal wherever they were measured without compilation (docs/performance.md).
+* `graph` (fedstride/graph.py) is `vmap` on a CUDA device, recorded and replayed.
 
-`auto` is a stated rule, not a race, so that the same run takes the same backend everywhere: `vmap` on a GPU; on a CPU
-`vmap` for models without convolutions up to 100,000 parameters in cohorts of more than one, `sequential` otherwise, and
-wherever `vmap` cannot take the model or the loss (data-dependent control flow). A result says which one it was.
+`auto` is a stated rule, not a race, so that the same run takes the same backend everywhere: `graph` on a CUDA device;
+on a CPU `vmap` for models without convolutions up to 100,000 parameters in cohorts of more than one, `sequential`
+otherwise, and wherever `vmap` cannot take the model or the loss (data-dependent control flow). A result says which one
+it was.
 """
 
 import copy
@@ -26,7 +28,7 @@ from fedstride.errors import FedstrideError
 from fedstride.losses import LossFunction
 from fedstride.vector import KeyedDropout, VectorModel, rewind
 
-BACKENDS = ("sequential", "vmap")
+BACKENDS = ("sequential", "vmap", "graph")
 VMAP_LIMIT = 100_000  # parameters; beyond, a client's own matrices fill the cores of a CPU
 
 
@@ -193,14 +195,18 @@ def choose(backend: str, model: VectorModel, device: torch.device, cohort: int) 
     """Resolve `auto` by the rule at the top of this file."""
     if backend not in (*BACKENDS, "auto"):
         raise FedstrideError(f"unknown backend {backend!r}; choose from auto, {', '.join(BACKENDS)}")
+    if backend == "graph" and device.type != "cuda":
+        raise FedstrideError("the graph backend needs a CUDA device; use backend='auto'")
     if backend != "auto":
         return backend
     if device.type != "cpu":
-        return "vmap"
+        return "graph" if device.type == "cuda" else "vmap"
     small = len(model.x) <= VMAP_LIMIT and not model.convolves
     return "vmap" if small and cohort > 1 else "sequential"
 
 
 def make(backend: str, model: VectorModel, loss: LossFunction, each: tuple[LossFunction, str] | None) -> Oracle:
     """Build a backend by name."""
-    return {"sequential": Sequential, "vmap": Vmap}[backend](model, loss, each)
+    from fedstride.graph import Graph
+
+    return {"sequential": Sequential, "vmap": Vmap, "graph": Graph}[backend](model, loss, each)

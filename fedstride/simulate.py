@@ -229,10 +229,10 @@ def _oracle(backend: str, vector: VectorModel, clients: Clients, loss: LossFunct
     try:
         oracle(vector.x[None], oracles.Batch(examples[None], targets[None], None, key))
     except (RuntimeError, ValueError) as error:
-        if name == "sequential" or backend == "vmap":
+        if name == "sequential" or backend != "auto":
             raise FedstrideError(
                 f"the {name} backend cannot take this model and loss: {str(error).splitlines()[0]}"
-                + ("; use backend='sequential'" if name == "vmap" else "")
+                + ("" if name == "sequential" else "; use backend='sequential'")
             ) from None
         oracle = oracles.make("sequential", vector, loss, each)
     return oracle

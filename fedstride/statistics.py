@@ -354,8 +354,8 @@ def _values(runs: Sequence[Run], metric: str, pick: str) -> dict[int, float | No
 
 
 def lower_is_better(metric: str) -> bool:
-    """Losses and costs are better when they are small; everything else when it is large."""
-    return metric.endswith("loss") or metric in COSTS
+    """Losses, errors and costs are better when they are small; everything else when it is large."""
+    return metric.endswith(("loss", "penalty", "objective", "error")) or metric in COSTS
 
 
 def _plus_minus(mean: float, half: float | None) -> str:

@@ -27,6 +27,7 @@ COUNTS = [
     # As published with BatchNorm, whose scales and shifts are as many.
     ("resnet18-fedlga", {}, 11_173_962),
     ("resnet20", {}, 272_474),
+    ("linear", {}, 100),
     ("mlp", {}, 64 * 64 + 64 + 64 * 10 + 10),
     ("cnn", {}, (9 * 16 + 16) + (9 * 16 * 32 + 32) + (128 * 32 + 32) + (32 * 10 + 10)),
 ]
@@ -44,7 +45,7 @@ def test_parameters_and_outputs(name, options, count):
     assert sum(p.numel() for p in model.parameters()) == count
     assert all(p.requires_grad for p in model.parameters()) and all(layer.training for layer in model.modules())
     outputs = model(torch.rand(2, *shape_of(name, options)))
-    assert outputs.shape == ((2,) if name == "svm-fedveca" else (2, options.get("classes", 10)))
+    assert outputs.shape == ((2,) if name in ("svm-fedveca", "linear") else (2, options.get("classes", 10)))
     assert torch.isfinite(outputs).all()
 
 

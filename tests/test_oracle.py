@@ -7,7 +7,8 @@ from problems import Quadratics, digits, small_network
 from torch import nn
 
 import fedstride as fs
-from fedstride.oracle import choose
+from fedstride.graph import padded
+from fedstride.oracle import Batch, choose, make
 from fedstride.sampling import Sampler
 from fedstride.vector import VectorModel
 
@@ -162,7 +163,7 @@ def test_auto_follows_its_stated_rule():
     conv = VectorModel(nn.Conv2d(1, 2, 3), torch.float32)
     assert [choose("auto", model, CPU, 10) for model in (small, large, conv)] == ["vmap", "sequential", "sequential"]
     assert choose("auto", small, CPU, 1) == "sequential"
-    assert choose("auto", conv, torch.device("cuda"), 10) == "vmap"
+    assert choose("auto", conv, torch.device("cuda"), 10) == "graph"
 
 
 @pytest.mark.parametrize(
@@ -420,15 +421,55 @@ def test_local_options_against_torch_sgd():
     )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: torch sees no CUDA device")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: torch sees no CUDA device")
+
+
+@NO_GPU
+@pytest.mark.parametrize("backend", ["vmap", "graph"])
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedagrac", "tracking"])
-def test_gpu_agrees_with_cpu(method):
+def test_gpu_agrees_with_cpu(method, backend):
     clients, test = digits()
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 5e-3)):
         on = {
-            device: run(
-                small_network(0.3), clients, method=method, device=device, backend=backend, dtype=dtype, test=test
-            )
-            for device, backend in (("cpu", "sequential"), ("cuda", "vmap"))
+            device: run(small_network(0.3), clients, method=method, device=device, backend=name, dtype=dtype, test=test)
+            for device, name in (("cpu", "sequential"), ("cuda", backend))
         }
         torch.testing.assert_close(on["cuda"].x.cpu(), on["cpu"].x, rtol=tolerance, atol=tolerance)
+
+
+@NO_GPU
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_recordings_equal_vmap_at_every_size(dtype, weighted):
+    model = VectorModel(small_network(0.3), dtype, "cuda")
+    each = (fs.losses.cross_entropy.each, "mean")
+    graph, vmap = (make(name, model, fs.losses.cross_entropy, each) for name in ("graph", "vmap"))
+    torch.manual_seed(0)
+    for _ in range(5):
+        for rows in (13, 12, 11, 5, 1):  # padded, exact, padded, small, single
+            y = model.x + 0.01 * torch.randn(rows, len(model.x), dtype=dtype, device="cuda")
+            batch = Batch(
+                torch.randn(rows, 4, 1, 8, 8, dtype=dtype, device="cuda"),
+                torch.randint(10, (rows, 4), device="cuda"),
+                torch.rand(rows, 4, dtype=dtype, device="cuda") if weighted else None,
+                torch.randint(1 << 60, (rows,), device="cuda"),
+            )
+            for one, two in zip(graph(y, batch), vmap(y, batch)):
+                torch.testing.assert_close(one, two)
+            mine, other = y.clone(), y.clone()
+            lr = torch.full((rows, 1), 0.1, dtype=dtype, device="cuda")
+            torch.testing.assert_close(graph.step(mine, lr, batch), vmap.step(other, lr, batch))
+            torch.testing.assert_close(mine, other)
+    assert sorted(shape[0] for shape in graph._recordings) == [1, 5, 12, 14]
+
+
+def test_sizes_that_are_recorded():
+    sizes = [padded(rows) for rows in range(1, 2000)]
+    assert all(rows <= size <= 1.25 * rows for rows, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 45 and {10, 20, 50, 80, 100, 500} <= set(sizes)
+
+
+def test_graph_backend_needs_a_gpu():
+    clients, _ = digits()
+    with pytest.raises(fs.FedstrideError, match="needs a CUDA device"):
+        run(small_network(), clients, backend="graph", device="cpu")

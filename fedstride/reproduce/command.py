@@ -18,15 +18,17 @@ from fedstride.reproduce.store import Found
 def show(what: str | None) -> None:
     """All items, what they cost, and what is done."""
     kind = _kind()
-    table = Table("item", "what", "scale", "cells", "done", "runs left", f"about, on this {kind}", box=None)
+    table = Table("item", "cpu: done", "about", "full: done", f"about, {kind}", box=None)
+    table.columns[0].no_wrap = True
+    table.columns[0].min_width = 32
     for paper, name in items.select(what):
+        places = []
         for scale in SCALES[1:]:
             item = items.item(paper, name, scale)
             found = Found(item, store.path(paper, name, scale))
-            table.add_row(
-                f"{paper}/{name}", item.title, scale, str(len(item.cells)), str(found.done),
-                str(play.left(found, item.seeds)), duration(costs.seconds(item, item.seeds, kind)),
-            )  # fmt: skip
+            where = "cpu" if scale == "cpu" else kind
+            places += [f"{found.done} of {len(item.cells)}", duration(costs.seconds(item, item.seeds, where))]
+        table.add_row(f"{paper}/{name}", *places)
     Console(highlight=False, markup=False).print(table)
 
 
@@ -55,9 +57,12 @@ def tell(name: str, item: Item, found: Found) -> None:
     for measure in item.measures:
         printed = any(measure.name in cell.printed for cell in item.cells)
         head = f"{measure.name}: ours{' / printed' if printed else ''}"
-        table = Table("", *item.columns, title=head, title_justify="left", box=None)
-        for row in item.rows:
-            table.add_row(row, *(entry(found, row, column, measure) for column in item.columns))
+        wide = len(item.columns) <= len(item.rows)  # the longer list goes down the page
+        across, down = (item.columns, item.rows) if wide else (item.rows, item.columns)
+        table = Table("", *across, title=head, title_justify="left", box=None)
+        for one in down:
+            places = [(one, other) if wide else (other, one) for other in across]
+            table.add_row(one, *(entry(found, *place, measure) for place in places))
         console.print(table)
     verdict = judge.judge(found)
     for text, holds in verdict.claims:

@@ -1,7 +1,7 @@
 """What an item will cost, roughly: floating-point operations of all local steps over what machines like these did.
 
-The rates are those this project reached with the papers' networks (docs/performance.md); evaluation and passes over all
-data come on top, and a run that stops at its target ends earlier. Good to a factor of two or three.
+The rates are those this project reached with the papers' networks (docs/performance.md); evaluation comes on
+top, and a run that stops at its target ends earlier. Good to a factor of two or three.
 """
 
 import math
@@ -10,13 +10,13 @@ from functools import cache
 import torch
 
 from fedstride import devices, models
-from fedstride.algorithm import REGISTRY
+from fedstride.algorithm import REGISTRY, Algorithm
 from fedstride.experiment import FLEETS, Choice, Experiment
 from fedstride.reproduce.items import Item
 from fedstride.reproduce.store import points
 
 RATES = {"cpu": 50e9, "cuda": 2e12}  # operations a second: two cores; one H200
-LAUNCH = {"cpu": 1e-4, "cuda": 2e-3}  # seconds that a step of a cohort takes however small it is
+LAUNCH = {"cpu": 1e-3, "cuda": 2e-3}  # seconds that a step of a cohort takes however small it is
 SHAPES = {"digits": (8, 8), "mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar-10": (3, 32, 32)}
 SHAPES |= {"cifar-100": (3, 32, 32), "a9a": (123,)}
 EXAMPLES = {"digits": 1_500, "mnist": 60_000, "fashion-mnist": 60_000, "cifar-10": 50_000, "cifar-100": 50_000}
@@ -35,8 +35,9 @@ def _run(experiment: Experiment, kind: str) -> float:
     if name in FLEETS:
         return cohorts * LAUNCH[kind]
     shape, classes = SHAPES.get(name, (100,)), 100 if name == "cifar-100" else 10
-    operations = _operations(experiment.model.name, shape, classes) * batch
-    return max(steps * operations / RATES[kind], cohorts * LAUNCH[kind])
+    example = _operations(experiment.model.name, shape, classes)
+    passes = experiment.rounds * EXAMPLES.get(name, 30_000) * _method(experiment).full_gradients
+    return max((steps * batch + passes) * example / RATES[kind], cohorts * LAUNCH[kind])
 
 
 @cache
@@ -48,7 +49,7 @@ def _operations(name: str, shape: tuple[int, ...], classes: int) -> float:
 
 def _steps(experiment: Experiment) -> tuple[float, float]:
     """Client steps of a run, and how many steps of a whole cohort these are."""
-    method = REGISTRY[experiment.method.name](**experiment.method.options)
+    method = _method(experiment)
     part = experiment.data if experiment.data.name in FLEETS else experiment.partition
     clients = 20 if part is None else part.options.get("clients", 20)
     cohort = clients
@@ -56,10 +57,14 @@ def _steps(experiment: Experiment) -> tuple[float, float]:
         cohort = experiment.participation.options["n"]
     each = method.local_steps or _each(experiment, clients)
     if experiment.seconds is not None and experiment.world is not None and method.schedule.asynchronous:
-        per_step = devices.resolve(_devices(experiment), clients, 0)
-        total = experiment.seconds * float((1 / per_step).sum())
+        per_job = each * devices.resolve(_devices(experiment), clients, 0) + _transfers(experiment)
+        total = experiment.seconds * float((each / per_job).sum())
         return total, total / clients
     return experiment.rounds * cohort * each, experiment.rounds * each
+
+
+def _method(experiment: Experiment) -> Algorithm:
+    return REGISTRY[experiment.method.name](**experiment.method.options)
 
 
 def _devices(experiment: Experiment):
@@ -67,6 +72,21 @@ def _devices(experiment: Experiment):
 
     assert experiment.world is not None
     return _build("devices", experiment.world.devices)
+
+
+def _transfers(experiment: Experiment) -> float:
+    """Seconds that a model takes both ways, as far as it is known without building it."""
+    links = experiment.world.links if experiment.world else None
+    if links is None:
+        return 0.0
+    up = float(links.options["up"])
+    shape = SHAPES.get(experiment.data.name, (100,))
+    return 64 * _parameters(experiment.model.name, shape) / up
+
+
+@cache
+def _parameters(name: str, shape: tuple[int, ...]) -> int:
+    return sum(p.numel() for p in models.make(name, inputs=shape).parameters())
 
 
 def _each(experiment: Experiment, clients: int) -> float:

@@ -89,7 +89,7 @@ def shown(found: Found, cell: Cell, measure: Measure) -> str:
     if not good:
         runs = found.best(cell)
         diverged = sum(run["status"] == "diverged" for run in runs)
-        end = f"> {_limit(runs, measure)}" if measure.lower and diverged < len(runs) else "diverged"
+        end = "diverged" if diverged == len(runs) else f"> {_limit(runs, measure)}" if measure.lower else "none"
         return end if len(values) == 1 else f"{end} ({len(values)} runs)"
     if len(good) < len(values):
         middle = float(np.median(values))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,8 @@ def play(item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda
         assert experiment is not None  # a cell that another one waits for comes before it
         name = " ".join([cell.row, cell.column, *(f"{key}={value}" for key, value in point.items())]).strip()
         start = time.perf_counter()
-        result = experiment.run(
-            folder / _folder(experiment),
-            resume=True,
-            progress=lambda row: watch(f"{name}, seed {seed}", experiment, row),
-        )
+        show = partial(watch, f"{name}, seed {seed}", experiment)
+        result = experiment.run(folder / _folder(experiment), resume=True, progress=show)
         more = item.derive or (lambda row, experiment: {})
         run = Run(seed, [row | more(row, experiment) for row in result.rows], result.status)
         found.add(cell, point, experiment, run, time.perf_counter() - start, result.backend)

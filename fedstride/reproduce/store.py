@@ -55,6 +55,14 @@ def points(cell: Cell) -> list[dict[str, Any]]:
     return [dict(zip(cell.grid, values)) for values in itertools.product(*cell.grid.values())]
 
 
+def at(cell: Cell, point: dict[str, Any], seed: int) -> Experiment:
+    """The experiment of a cell at a point of its grid, before it is adapted."""
+    description = cell.experiment.dump() | {"seed": seed, "timeline": False}
+    for key, value in point.items():
+        description = override(description, key, value)
+    return Experiment.parse(description)
+
+
 class Found:
     """The stored runs of an item that still belong to it."""
 
@@ -63,18 +71,14 @@ class Found:
         cells = {(cell.row, cell.column): cell for cell in item.cells}
         self.runs: list[dict[str, Any]] = []
         stored = [(cells.get((run["row"], run["column"])), run) for run in _read(path)]
-        for cell, run in sorted(stored, key=lambda pair: bool(pair[0] and pair[0].after)):  # those after others last
+        for cell, run in stored:
             if cell is not None and run["point"] in points(cell):
-                experiment = self.planned(cell, run["point"], run["seed"])
-                if experiment is not None and run["experiment"] == brief(experiment):
+                if run["experiment"] == brief(at(cell, run["point"], run["seed"])):
                     self.runs.append(run)
 
     def planned(self, cell: Cell, point: dict[str, Any], seed: int) -> Experiment | None:
         """The experiment of a cell at a point of its grid; None while a run that it waits for is missing."""
-        description = cell.experiment.dump() | {"seed": seed, "timeline": False}
-        for key, value in point.items():
-            description = override(description, key, value)
-        experiment = Experiment.parse(description)
+        experiment = at(cell, point, seed)
         if cell.adapt is None:
             return experiment
         if not cell.after:
@@ -144,6 +148,7 @@ class Found:
     def add(self, cell: Cell, point: dict[str, Any], experiment: Experiment, run: Run, wall: float, how: str) -> None:
         """Store one more run, in the place of an older one."""
         names = {self.item.curve[0], *self.item.keep}
+        plan = at(cell, point, run.seed)
         values = {measure.name: measure.of(run) for measure in self.item.measures}
         entry = {
             "row": cell.row, "column": cell.column, "point": point, "seed": run.seed, "status": run.status,
@@ -151,8 +156,11 @@ class Found:
             "rounds": run.rows[-1]["round"], "seconds": _short(run.rows[-1]["seconds"]),
             "steps": sum(row["steps"] for row in run.rows), "wall": round(wall, 1),
             "made": {"commit": commit(), "machine": machine(), "torch": torch.__version__, "backend": how},
-            "experiment": brief(experiment), "curve": _thin(run.rows, names),
+            "experiment": brief(plan), "curve": _thin(run.rows, self.item.curve[0], names),
         }  # fmt: skip
+        if cell.adapt is not None:
+            before = brief(plan)
+            entry["adapted"] = {key: value for key, value in brief(experiment).items() if before.get(key) != value}
         place = ("row", "column", "point", "seed")
         rest = [old for old in self.runs if any(old[key] != entry[key] for key in place)]
         self.runs = [*rest, entry]
@@ -170,9 +178,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
         raise FedstrideError(f"{path} is damaged; delete it to measure again") from None
 
 
-def _thin(rows: list[dict[str, Any]], names: set[str]) -> dict[str, list[float]]:
-    """Up to POINTS rows that have the metrics, at the same rounds in every run of equal length, and the last one."""
-    kept = [row for row in rows if names & row.keys()]
+def _thin(rows: list[dict[str, Any]], metric: str, names: set[str]) -> dict[str, list[float | None]]:
+    """Up to POINTS rows that have the metric, at the same rounds in every run of equal length, and the last one."""
+    kept = [row for row in rows if metric in row]
     if not kept:
         return {}
     every = kept[1]["round"] - kept[0]["round"] if len(kept) > 1 else 1  # a run is measured every so many rounds
@@ -182,15 +190,11 @@ def _thin(rows: list[dict[str, Any]], names: set[str]) -> dict[str, list[float]]
     return {name: [_short(row[name]) for row in kept] for name in ("round", "seconds", *found)}
 
 
-def _short(value: float) -> float:
-    """Five digits are enough for a picture."""
-    return (
-        int(value)
-        if value == int(value or 0) and abs(value) < 1e9
-        else float(f"{value:.5g}")
-        if math.isfinite(value)
-        else 0.0
-    )
+def _short(value: float) -> float | None:
+    """Five digits are enough for a picture; what is no number stays out."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) and abs(value) < 1e9 else float(f"{value:.5g}")
 
 
 @cache
