@@ -97,6 +97,7 @@ def reproduce(
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; by default what the item asks for.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for runs under way.")] = Path("runs/reproduce"),
     list_: Annotated[bool, typer.Option("--list", help="Show items, what they cost, and what is done.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="How many runs side by side.")] = 1,
     yes: Annotated[bool, typer.Option("--yes", help="Run the full scale even without a GPU.")] = False,
 ) -> None:
     """Run what is missing of the five papers' tables and figures, and put ours beside the printed numbers."""
@@ -108,7 +109,7 @@ def reproduce(
     if what is None:
         raise FedstrideError("say which paper, or which of its items; `fedstride reproduce --list` shows them")
     try:
-        command.run(what, scale, seeds, out, yes, err)
+        command.run(what, scale, seeds, out, jobs, yes, err)
     except KeyboardInterrupt:
         err.print("interrupted; the same command goes on from the last checkpoint")
         raise typer.Exit(130) from None

@@ -50,7 +50,9 @@ def _five(calibration: float) -> dict[str, Any]:
 LR, CNN = "logistic", "cnn-fedagrac"
 
 
-def _fashion(model: str, method: Any, steps: Any, rounds: int, iid: bool = False, batch: int = 25, **more: Any) -> Experiment:  # fmt: skip
+def _fashion(
+    model: str, method: Any, steps: Any, rounds: int, iid: bool = False, batch: int = 25, **more: Any
+) -> Experiment:
     return Experiment(
         data="fashion-mnist", partition={"name": "iid", "clients": 10} if iid else {**DP1, "clients": 10}, model=model,
         method=method, steps=steps, rounds=rounds, lr=0.03 if model == CNN else 0.001, batch_size=batch, weights="data",
@@ -114,7 +116,7 @@ def _devices(method: Any, others: str, share: float, batch: int, **more: Any) ->
 
 
 def _table2(scale: str, printed: dict[str, tuple], shares: tuple[int, ...], rounds: int) -> Item:
-    """Printed: share, rounds and accuracy of FedNova, then of FedaGrac; shares and rounds are those of the cpu scale."""
+    """Printed: share, rounds, accuracy of FedNova, then of FedaGrac; shares, rounds: those of the cpu scale."""
     small = scale == "cpu" and rounds < 100
     more = {"rounds": rounds, "batch": 10, "stop": {"accuracy": 0.6}} if small else {"rounds": 100, "batch": 25}
     cells, claims, within = [], [], min(50, more["rounds"])
@@ -252,8 +254,8 @@ def _figure4(title: str, make: Any, rates: tuple[float, ...], variances: tuple[i
 
 
 GRID = (
-    "The rates of the grid are not all stated: eta 0.05, 0.01, 0.005, 0.001, and lambda as in the columns.", "One seed.",
-    "The mode of the steps is not stated: fixed.", BALANCE, BATCHES, START,
+    "The rates of the grid are not all stated: eta 0.05, 0.01, 0.005, 0.001, and lambda as in the columns.",
+    "One seed.", "The mode of the steps is not stated: fixed.", BALANCE, BATCHES, START,
 )  # fmt: skip
 
 
@@ -308,7 +310,9 @@ def _smaller(network: str, rest: str, data: str = "Fashion-MNIST") -> str:
     )
 
 
-CIFAR = ("Images are cropped (4 black pixels around) and mirrored, as in the official code.", BATCHES, START, "One seed.")  # fmt: skip
+CIFAR = (
+    "Images are cropped (4 black pixels around) and mirrored, as in the official code.", BATCHES, START, "One seed.",
+)  # fmt: skip
 SINGLE = (
     "One point for all rows, lr 0.01, lambda 0.05 and FedProx's mu 0.01, because a row takes many GPU minutes; the "
     "paper takes the best of lr 0.01, 0.008, 0.005, lambda 0.01 to 0.05 and mu 1, 0.1, 0.01."

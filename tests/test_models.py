@@ -61,7 +61,7 @@ def fleet(shape, labels, clients=3, each=4):
 
 @pytest.mark.parametrize("name", sorted(set(fs.models.names()) - LARGE))
 def test_backends_agree(name):
-    svm = name == "svm-fedveca"
+    svm = name in ("svm-fedveca", "linear")
     model = fs.models.make(name)
     clients = fleet(shape_of(name, {}), [-1, 1] if svm else 10)
     settings = dict(rounds=1, steps=1, batch_size=2, lr=0.1, device="cpu", dtype=torch.float64)

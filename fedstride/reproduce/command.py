@@ -32,7 +32,7 @@ def show(what: str | None) -> None:
     Console(highlight=False, markup=False).print(table)
 
 
-def run(what: str, scale: str, seeds: int | None, out: Path, yes: bool, err: Console) -> None:
+def run(what: str, scale: str, seeds: int | None, out: Path, jobs: int, yes: bool, err: Console) -> None:
     """Run what is missing and print the tables."""
     chosen = [(paper, name, items.item(paper, name, scale)) for paper, name in items.select(what)]
     cost = sum(costs.seconds(item, seeds or item.seeds, "cpu") for _, _, item in chosen)
@@ -45,7 +45,7 @@ def run(what: str, scale: str, seeds: int | None, out: Path, yes: bool, err: Con
         path = out / "smoke.json" if scale == "smoke" else store.path(paper, name, scale)
         if scale == "smoke":
             path.unlink(missing_ok=True)
-        found = play.play(item, path, out / f"{paper}-{name}-{scale}", seeds or item.seeds, _watch(err))
+        found = play.play(item, path, out / f"{paper}-{name}-{scale}", seeds or item.seeds, _watch(err), jobs)
         err.print()
         tell(f"{paper}/{name}", item, found)
 

@@ -1,12 +1,16 @@
-"""Running what is missing of an item."""
+"""Running what is missing of an item, one run after the other or several side by side."""
 
 import hashlib
 import json
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from fedstride.experiment import Experiment
 from fedstride.reproduce import store
@@ -17,36 +21,88 @@ from fedstride.statistics import Run
 Watch = Callable[[str, Experiment, dict[str, Any]], None]
 
 
-def play(item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda *row: None) -> Found:
+class Task(NamedTuple):
+    """One run to be done."""
+
+    cell: Cell
+    point: dict[str, Any]
+    experiment: Experiment
+
+    def __str__(self) -> str:
+        point = [f"{key}={value}" for key, value in self.point.items()]
+        return " ".join([self.cell.row, self.cell.column, *point]).strip() + f", seed {self.experiment.seed}"
+
+    @property
+    def place(self) -> tuple[str, str, str, int]:
+        """What tells it from the others."""
+        return self.cell.row, self.cell.column, json.dumps(self.point), self.experiment.seed
+
+
+class Ended(NamedTuple):
+    """A run that is over."""
+
+    rows: list[dict[str, Any]]
+    status: str
+    backend: str
+    wall: float
+
+
+def play(item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda *row: None, jobs: int = 1) -> Found:
     """Tune on the first seed where there is a grid, then run every seed; stored runs stay, half-done ones go on."""
     found = Found(item, path)
-    for cell, point, seed in missing(found, seeds):
-        experiment = found.planned(cell, point, seed)
-        assert experiment is not None  # a cell that another one waits for comes before it
-        name = " ".join([cell.row, cell.column, *(f"{key}={value}" for key, value in point.items())]).strip()
-        start = time.perf_counter()
-        show = partial(watch, f"{name}, seed {seed}", experiment)
-        result = experiment.run(folder / _folder(experiment), resume=True, progress=show)
-        more = item.derive or (lambda row, experiment: {})
-        run = Run(seed, [row | more(row, experiment) for row in result.rows], result.status)
-        found.add(cell, point, experiment, run, time.perf_counter() - start, result.backend)
+    if jobs > 1:
+        _side_by_side(found, folder, seeds, watch, jobs)
+        return found
+    for task in missing(found, seeds):
+        _add(found, task, _run(task.experiment, folder, partial(watch, str(task), task.experiment)))
     return found
 
 
-def missing(found: Found, seeds: int) -> Iterator[tuple[Cell, dict[str, Any], int]]:
-    """What is still to be run: all points of a grid on seed 0, then the best one on the others, cell by cell."""
+def missing(found: Found, seeds: int) -> Iterator[Task]:
+    """What can be run now: all points of a grid on seed 0, then the best one on the others, cell by cell."""
     for seed in range(seeds):
-        for cell in sorted(found.item.cells, key=lambda cell: bool(cell.after)):
-            wanted = points(cell) if seed == 0 else [found.winner(cell)]
-            for point in wanted:
+        for cell in sorted(found.item.cells, key=lambda cell: bool(cell.after)):  # those that wait for others last
+            for point in points(cell) if seed == 0 else [found.winner(cell)]:
                 if point is not None and found.get(cell, point, seed) is None:
-                    yield cell, point, seed
+                    experiment = found.planned(cell, point, seed)
+                    if experiment is not None:
+                        yield Task(cell, point, experiment)
 
 
-def left(found: Found, seeds: int) -> int:
-    """How many runs are still to be done."""
-    have = sum(run["seed"] < seeds for run in found.runs)
-    return sum(len(points(cell)) + seeds - 1 for cell in found.item.cells) - have
+def _side_by_side(found: Found, folder: Path, seeds: int, watch: Watch, jobs: int) -> None:
+    """Runs in processes of their own, the cores shared out among them; this one stores what they give back."""
+    threads = max(1, torch.get_num_threads() // jobs)
+    context = multiprocessing.get_context("spawn")
+    under_way: dict[Future[Ended], Task] = {}
+    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (threads,)) as pool:
+        while True:
+            busy = {task.place for task in under_way.values()}
+            for task in missing(found, seeds):
+                if len(under_way) >= jobs:
+                    break
+                if task.place not in busy:
+                    under_way[pool.submit(_run, task.experiment, folder)] = task
+                    busy.add(task.place)
+            if not under_way:
+                return
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                task = under_way.pop(future)
+                ended = future.result()
+                watch(str(task), task.experiment, ended.rows[-1])
+                _add(found, task, ended)
+
+
+def _run(experiment: Experiment, folder: Path, progress: Any = False) -> Ended:
+    start = time.perf_counter()
+    result = experiment.run(folder / _folder(experiment), resume=True, progress=progress)
+    return Ended(result.rows, result.status, result.backend, time.perf_counter() - start)
+
+
+def _add(found: Found, task: Task, ended: Ended) -> None:
+    more = found.item.derive or (lambda row, experiment: {})
+    rows = [row | more(row, task.experiment) for row in ended.rows]
+    run = Run(task.experiment.seed, rows, ended.status)
+    found.add(task.cell, task.point, task.experiment, run, ended.wall, ended.backend)
 
 
 def _folder(experiment: Experiment) -> str:
