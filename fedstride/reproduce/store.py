@@ -9,6 +9,7 @@ import importlib
 import itertools
 import json
 import math
+import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -199,7 +200,9 @@ def _short(value: float) -> float | None:
 
 @cache
 def commit() -> str:
-    """The commit that is checked out; with a plus, if files differ from it."""
+    """The commit that is checked out; with a plus, if files differ from it. A tree without its history is told."""
+    if "FEDSTRIDE_COMMIT" in os.environ:
+        return os.environ["FEDSTRIDE_COMMIT"]
     here = Path(__file__).parent
     try:
         name = subprocess.run(
