@@ -1,4 +1,5 @@
-"""Write the pages that come from docstrings: docs/methods.md and one page a method. `--check` only compares."""
+"""Write the pages that are made of docstrings (docs/methods.md, one page a method) and of results
+(docs/reproduction.md and its pictures). `--check` only compares."""
 
 import dataclasses
 import inspect
@@ -10,6 +11,7 @@ import torch
 
 from fedstride.algorithm import REGISTRY, Algorithm
 from fedstride.inputs import unfit
+from fedstride.reproduce import page as reproduction
 from fedstride.schedule import Buffered
 
 HERE = Path(__file__).parent
@@ -109,8 +111,10 @@ def index() -> str:
 
 
 def pages() -> dict[Path, str]:
-    return {HERE / "methods.md": index()} | {
-        HERE / "methods" / f"{name}.md": page(cls) for name, cls in REGISTRY.items()
+    return {
+        HERE / "methods.md": index(),
+        HERE / "reproduction.md": reproduction.text(),
+        **{HERE / "methods" / f"{name}.md": page(cls) for name, cls in REGISTRY.items()},
     }
 
 
@@ -119,8 +123,10 @@ def main() -> None:
     if "--check" in sys.argv:
         sys.exit(f"out of date, run make docs: {', '.join(str(path) for path in stale)}" if stale else 0)
     (HERE / "methods").mkdir(exist_ok=True)
+    written = pages()
     for path in stale:
-        path.write_text(pages()[path])
+        path.write_text(written[path])
+    reproduction.figures(HERE / "reproduction")
 
 
 if __name__ == "__main__":

@@ -117,8 +117,10 @@ def _table2(scale: str, printed: dict[str, tuple], shares: tuple[int, ...], roun
         for share in shares if small or shares == (100,) else (25, 50, 75, 100):
             row = f"{others}, {share} %"
             for name, method, (most, reach, accuracy) in zip(("FedNova", "FedaGrac"), ("fednova", _agrac(0.05)), both):
-                numbers = {"rounds to 60 %": reach, "accuracy %": accuracy} if share == most else {}
-                cells.append(Cell(row, name, _devices(method, others, share / 100, **more), numbers))
+                numbers = {"rounds to 60 %": reach} | ({} if small else {"accuracy %": accuracy})
+                cells.append(
+                    Cell(row, name, _devices(method, others, share / 100, **more), numbers if share == most else {})
+                )
                 does = share <= most
                 if within >= reach or not does:  # fewer rounds than the paper's cannot show that it does
                     text = f"{name} beside {row}: 60 % {'' if does else 'not '}within {within} rounds"

@@ -67,8 +67,10 @@ def _grows(run) -> float:
     return max((b / a - 1 for a, b in zip(errors, errors[1:]) if a > floor), default=0.0)
 
 
-ERROR = Measure("error at the end", lambda run: run.rows[-1]["error"] if run.status != "diverged" else math.nan)
-GROWTH = Measure("largest growth in a round", _grows)
+ERROR = Measure(
+    "error at the end", lambda run: run.rows[-1]["error"] if run.status != "diverged" else math.nan, places=None
+)
+GROWTH = Measure("largest growth in a round", _grows, places=None)
 
 
 def _monotone(found: Found, columns: tuple[str, ...]) -> bool | None:

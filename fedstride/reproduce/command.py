@@ -80,7 +80,7 @@ def entry(found: Found, row: str, column: str, measure: items.Measure) -> str:
     ours, printed = judge.shown(found, cell, measure) or "-", cell.printed.get(measure.name)
     if printed is None:
         return ours
-    return f"{ours} / {printed:,.{measure.places}f}" if printed < float("inf") else f"{ours} / not reached"
+    return f"{ours} / {measure.text(printed) if printed < float('inf') else 'not reached'}"
 
 
 def duration(seconds: float) -> str:

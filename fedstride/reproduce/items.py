@@ -31,12 +31,16 @@ class Measure:
     name: str  # such as "rounds to 80 %": the head of a table
     value: Callable[[Run], float]
     lower: bool = True  # less is better
-    places: int = 0  # decimals in tables
+    places: int | None = 0  # decimals in tables; None: three digits, wherever they stand
 
     @property
     def worst(self) -> float:
         """What a run has that failed."""
         return math.inf if self.lower else -math.inf
+
+    def text(self, value: float) -> str:
+        """For tables."""
+        return f"{value:.3g}" if self.places is None else f"{value:,.{self.places}f}"
 
     def of(self, run: Run) -> float:
         """The number of one run."""

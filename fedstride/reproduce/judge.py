@@ -93,10 +93,11 @@ def shown(found: Found, cell: Cell, measure: Measure) -> str:
         return end if len(values) == 1 else f"{end} ({len(values)} runs)"
     if len(good) < len(values):
         middle = float(np.median(values))
-        text = f"{middle:,.{measure.places}f}" if math.isfinite(middle) else f"> {_limit(found.best(cell), measure)}"
+        text = measure.text(middle) if math.isfinite(middle) else f"> {_limit(found.best(cell), measure)}"
         return f"{text} ({len(good)} of {len(values)} runs)"
     mean, half = statistics.interval(good)
-    return f"{mean:,.{measure.places}f}" + (f" ± {half:,.{measure.places}f}" if half is not None else "")
+    assert mean is not None
+    return measure.text(mean) + (f" ± {measure.text(half)}" if half is not None else "")
 
 
 def _limit(runs: list[dict], measure: Measure) -> str:

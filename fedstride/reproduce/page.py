@@ -1,0 +1,206 @@
+"""docs/reproduction.md and its pictures, made from the stored results alone."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstride.reproduce import costs, items, store
+from fedstride.reproduce.command import duration, entry
+from fedstride.reproduce.judge import Verdict, judge
+from fedstride.reproduce.store import Found
+
+HEAD = """# Reproduction
+
+Tables and figures of the five papers, run by this project on the papers' real data, the printed numbers beside ours.
+This page is generated from `papers/results/`; `fedstride reproduce PAPER/ITEM` runs what is missing, and `make docs`
+writes the page anew. In tables stands *ours / printed*: mean and 95 % interval over seeds, or where runs failed the
+median and how many did not. Scale "full" is the paper's setting, "cpu" a reduction that is stated. An ordering is a
+pair of methods in one row that the paper puts in an order, by its numbers or its words; *sure* means that the interval
+of the difference over seeds leaves zero out, which a single seed cannot show.
+"""
+
+
+def text(pictures: str = "reproduction") -> str:
+    """The whole page; pictures are looked for in a folder beside it."""
+    body, rows, waiting = [], [], []
+    for paper, module in items.papers().items():
+        sections = []
+        total = Sum()
+        for name in module.ITEMS:
+            found = {scale: Found(item := items.item(paper, name, scale), store.path(paper, name, scale))
+                     for scale in ("full", "cpu")}  # fmt: skip
+            run = {scale: one for scale, one in found.items() if one.done}
+            total.add(list(run.values()))
+            if run:
+                sections += _section(paper, name, run, pictures)
+            if "full" not in run or not run["full"].complete:
+                item = found["full"].item
+                share = 1 - found["full"].done / len(item.cells)
+                gpu, cpu = (duration(share * costs.seconds(item, item.seeds, kind)) for kind in ("cuda", "cpu"))
+                waiting.append(f"| {paper}/{name} | {found['full'].done} of {len(item.cells)} | {gpu} | {cpu} |")
+        rows.append(f"| {module.TITLE} | {total.run} / {len(module.ITEMS)} | {total.text()} |")
+        body += [f"# {module.TITLE}", "", *sections]
+    summary = [
+        "| paper | items run / printed | orderings that agree / known (sure) | reversed | claims that hold / known |",
+        "|---|---|---|---|---|", *rows,
+    ]  # fmt: skip
+    rest = [
+        "# Not run at full scale yet", "",
+        "Estimated time of what is missing, all seeds, on one H200 and on two cores; good to a factor of a few.", "",
+        "| item | cells run at full scale | one GPU | two cores |", "|---|---|---|---|", *waiting,
+    ]  # fmt: skip
+    return "\n".join([HEAD, *summary, "", *body, *rest]) + "\n"
+
+
+class Sum:
+    """Counts over the items of a paper; of an item, the largest scale that ran counts."""
+
+    def __init__(self) -> None:
+        self.run = self.agree = self.known = self.sure = self.reversed = self.held = self.told = 0
+
+    def add(self, found: list[Found]) -> None:
+        """One item."""
+        if not found:
+            return
+        verdict = judge(found[0])
+        self.run += 1
+        self.agree += verdict.count("agrees")
+        self.known += len(verdict.orderings) - verdict.count("not run")
+        self.sure += verdict.sure
+        self.reversed += verdict.count("disagrees")
+        self.held, self.told = self.held + verdict.held, self.told + verdict.told
+
+    def text(self) -> str:
+        """Three places of a table."""
+        return f"{self.agree} / {self.known} ({self.sure}) | {self.reversed} | {self.held} / {self.told}"
+
+
+def _section(paper: str, name: str, run: dict[str, Found], pictures: str) -> list[str]:
+    first = next(iter(run.values())).item
+    lines = [f"## {first.title}", "", f"`{paper}/{name}`. Claim: {first.claim}", ""]
+    for scale, found in run.items():
+        if len(run) > 1 or scale == "cpu":
+            lines += [f"Scale {scale}." + (f" {found.item.reduced}" if found.item.reduced else ""), ""]
+        elif found.item.reduced:
+            lines += [found.item.reduced, ""]
+        lines += _tables(found)
+        lines += _verdict(judge(found))
+        lines += [f"![{first.title}, {scale}]({pictures}/{paper}-{name}-{scale}.png)", ""]
+        lines += [_made(found), ""]
+    if first.found:
+        lines += [first.found, ""]
+    return lines + ["What the paper leaves open:", "", *(f"* {choice}" for choice in first.choices), ""]
+
+
+def _tables(found: Found) -> Iterator[str]:
+    item = found.item
+    wide = len(item.columns) <= len(item.rows)
+    across, down = (item.columns, item.rows) if wide else (item.rows, item.columns)
+    for measure in item.measures:
+        yield f"| {measure.name} | {' | '.join(across)} |"
+        yield "|---" * (len(across) + 1) + "|"
+        for one in down:
+            places = [(one, other) if wide else (other, one) for other in across]
+            yield f"| {one} | {' | '.join(entry(found, *place, measure) for place in places)} |"
+        yield ""
+    tuned = [(cell, found.winner(cell)) for cell in item.cells if cell.grid]
+    if any(winner for _, winner in tuned):
+        grids = {json_like(cell.grid) for cell, _ in tuned}
+        yield f"Tuned on the first seed over {'; '.join(sorted(grids))}. Winners: " + "; ".join(
+            f"{cell.row}, {cell.column}: {json_like(winner)}" for cell, winner in tuned if winner
+        ) + "."  # fmt: skip
+        yield ""
+
+
+def json_like(values: Any) -> str:
+    """`lr 0.1, method.mu 1` from a dict."""
+    return ", ".join(
+        f"{key} {value if not isinstance(value, (list, tuple)) else list(value)}" for key, value in values.items()
+    )
+
+
+def _verdict(verdict: Verdict) -> list[str]:
+    lines = [f"**{verdict.text()}.**", ""]
+    for claim, holds in verdict.claims:
+        if holds is not None:
+            lines.append(f"* {'Holds' if holds else 'Does not hold'}: {claim}.")
+    return [*lines, ""] if verdict.claims else lines
+
+
+def _made(found: Found) -> str:
+    """Who made it."""
+    runs = [run for cell in found.item.cells for run in found.best(cell)]
+    machines, commits = ({run["made"][key] for run in runs} for key in ("machine", "commit"))
+    seeds = sorted(len(found.best(cell)) for cell in found.item.cells if found.best(cell))
+    several = f"{seeds[0]}" if seeds[0] == seeds[-1] else f"{seeds[0]} to {seeds[-1]}"
+    wall = duration(sum(run["wall"] for run in found.runs))
+    made = f"Commit {', '.join(sorted(commits))}; {', '.join(sorted(machines))}"
+    return f"Seeds: {several}. {made}; {len(found.runs)} runs, {wall} of run time in all."
+
+
+def figures(folder: Path) -> None:
+    """One picture an item and scale."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for paper, name in items.select(None):
+        for scale in ("full", "cpu"):
+            found = Found(items.item(paper, name, scale), store.path(paper, name, scale))
+            if found.done:
+                picture(found).savefig(folder / f"{paper}-{name}-{scale}.png", dpi=80)
+
+
+def picture(found: Found) -> Any:
+    """A panel a row, a line a column: the mean over seeds, in the shade from the least to the largest."""
+    from matplotlib.figure import Figure
+
+    item = found.item
+    metric, against = item.curve
+    rows = [row for row in item.rows if any(found.curves(row, column, metric, against) for column in item.columns)]
+    across = min(3, max(1, len(rows)))
+    down = max(1, math.ceil(len(rows) / across))
+    figure = Figure(figsize=(3.6 * across + 2.2, 2.7 * down + 0.5), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False).flat
+    colours = {column: f"C{number % 10}" for number, column in enumerate(item.columns)}
+    for row, axis in zip(rows, axes):
+        for column in item.columns:
+            _line(
+                axis,
+                found.curves(row, column, metric, against),
+                column,
+                colours[column],
+                item.columns.index(column) > 9,
+            )
+        axis.set_title(row, fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.25)
+        if item.log:
+            axis.set_yscale("log")
+    for axis in list(axes)[len(rows) :]:
+        axis.set_visible(False)
+    figure.supxlabel(against, fontsize=9)
+    figure.supylabel(metric, fontsize=9)
+    labels: dict[str, Any] = {}
+    for axis in figure.axes:
+        labels |= dict(zip(*reversed(axis.get_legend_handles_labels())))
+    if labels:
+        figure.legend(list(labels.values()), list(labels), loc="outside right upper", fontsize=7, frameon=False)
+    return figure
+
+
+def _line(axis: Any, curves: dict[int, tuple[list, list]], label: str, colour: str, dashed: bool) -> None:
+    """Seeds that were measured at other places are brought to those of the first one."""
+    lines = [
+        (np.array(where, float), np.array([math.nan if value is None else value for value in values], float))
+        for where, values in curves.values()
+        if len(where) > 1
+    ]
+    if not lines:
+        return
+    last = min(where[-1] for where, _ in lines)
+    at = lines[0][0][lines[0][0] <= last]
+    table = np.stack([np.interp(at, where, values) for where, values in lines])
+    axis.plot(at, table.mean(0), color=colour, label=label, linewidth=1.2, linestyle="--" if dashed else "-")
+    if len(lines) > 1:
+        axis.fill_between(at, table.min(0), table.max(0), color=colour, alpha=0.15, linewidth=0)
