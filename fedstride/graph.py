@@ -43,7 +43,6 @@ class Graph(Vmap):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self._seen: dict[tuple, int] = {}
         self._recordings: dict[tuple, Recording] = {}
         self._pool = None  # memory that all recordings share, since only one is replayed at a time
         self._able = True
@@ -51,7 +50,7 @@ class Graph(Vmap):
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         recording = self._replayed(y, batch)
         if recording is None:
-            return super().__call__(y, batch)
+            return self.compute(y, batch)
         # Copies, because the next replay overwrites them.
         return recording.loss[: len(y)].clone(), recording.g[: len(y)].clone()
 
@@ -68,7 +67,7 @@ class Graph(Vmap):
         shape = (size, *(None if part is None else (part.shape[1:], part.dtype) for part in batch))
         recording = self._recordings.get(shape)
         if recording is None:
-            self._seen[shape] = self._seen.get(shape, 0) + 1
+            self._seen[shape] += 1
             if self._seen[shape] < TRIES or not self._able:
                 return None
             try:
@@ -96,11 +95,11 @@ class Graph(Vmap):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                super().__call__(own_y, own)
+                self.compute(own_y, own)
         torch.cuda.current_stream().wait_stream(stream)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            loss, g = super().__call__(own_y, own)
+            loss, g = self.compute(own_y, own)
         return Recording(graph.replay, own_y, own, loss, g)

@@ -5,7 +5,9 @@ Backends compute the same numbers to rounding:
 * `sequential` trains clients one after the other on views into one flat buffer, a thread per core with one intra-op
   thread each, so large models keep the cores busy without waiting for each other at every step.
 * `vmap` computes a whole cohort in one call. Convolutions stay convolutions: as patch products they were slower or at
-  best equal wherever they were measured without compilation (docs/performance.md).
+  best equal wherever they were measured without compilation (docs/performance.md). A shape of batch that keeps coming
+  is traced: the same operations in the same order without the work of finding them, so model and loss must be functions
+  of their arguments alone.
 * `graph` (fedstride/graph.py) is `vmap` on a CUDA device, recorded and replayed.
 
 `auto` is a stated rule, not a race, so that the same run takes the same backend everywhere: `graph` on a CUDA device;
@@ -16,6 +18,7 @@ it was.
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -23,12 +26,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedstride.errors import FedstrideError
 from fedstride.losses import LossFunction
 from fedstride.vector import KeyedDropout, VectorModel, rewind
 
 BACKENDS = ("sequential", "vmap", "graph")
+TRIES, TRACES = 50, 100  # a shape is traced when it comes the 50th time, which is when it pays; so many shapes at most
 VMAP_LIMIT = 100_000  # parameters; beyond, a client's own matrices fill the cores of a CPU
 
 
@@ -107,9 +112,41 @@ class Vmap(Oracle):
 
     name = "vmap"
 
+    def __init__(self, model: VectorModel, loss: LossFunction, each: tuple[LossFunction, str] | None):
+        super().__init__(model, loss, each)
+        self._seen: Counter[tuple] = Counter()
+        self._traces: dict[tuple, Callable | None] = {}
+
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        shape = (len(y), *(None if part is None else (part.shape, part.dtype) for part in batch))
+        trace = self._traces.get(shape)
+        if trace is not None:
+            return trace(y, *(part for part in batch if part is not None))
+        self._seen[shape] += 1
+        if self._seen[shape] == TRIES and len(self._traces) < TRACES:
+            self._traces[shape] = self._trace(y, batch)
+        return self.compute(y, batch)
+
+    def compute(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Losses and gradients by function transforms."""
         g, loss = self.rowwise(grad_and_value(self.row_loss), y, *batch)
         return loss, g
+
+    def _trace(self, y: Tensor, batch: Batch) -> Callable | None:
+        """The operations of `compute` for tensors of these shapes; None where they depend on the values."""
+        given = [part is not None for part in batch]
+
+        def flat(y: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+            rest = iter(parts)
+            return self.compute(y, Batch(*(next(rest) if there else None for there in given)))  # type: ignore[arg-type]
+
+        try:
+            traced = make_fx(flat)(y, *(part for part in batch if part is not None))
+        except (RuntimeError, TypeError, ValueError):
+            return None
+        traced.graph.eliminate_dead_code()
+        traced.recompile()
+        return traced.forward
 
     def rowwise(self, function: Callable, *arguments: Tensor | None):
         return vmap(function, in_dims=tuple(None if a is None else 0 for a in arguments))(*arguments)

@@ -8,7 +8,7 @@ from torch import nn
 
 import fedstride as fs
 from fedstride.graph import padded
-from fedstride.oracle import Batch, choose, make
+from fedstride.oracle import Batch, Vmap, choose, make
 from fedstride.sampling import Sampler
 from fedstride.vector import VectorModel
 
@@ -473,3 +473,25 @@ def test_graph_backend_needs_a_gpu():
     clients, _ = digits()
     with pytest.raises(fs.FedstrideError, match="needs a CUDA device"):
         run(small_network(), clients, backend="graph", device="cpu")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("settings", [{}, dict(batch_size=None), dict(sampling="shuffle"), dict(method="scaffold")])
+def test_traced_shapes_give_the_same_bits(monkeypatch, settings, dropout):
+    clients, _ = digits()
+    plain = run(small_network(dropout), clients, backend="vmap", rounds=4, **settings)
+    monkeypatch.setattr("fedstride.oracle.TRIES", 2)
+    traces = []
+    trace = Vmap._trace
+    monkeypatch.setattr(Vmap, "_trace", lambda *given: traces.append(trace(*given)) or traces[-1])
+    traced = run(small_network(dropout), clients, backend="vmap", rounds=4, **settings)
+    assert torch.equal(plain.x, traced.x)
+    assert traces and None not in traces
+
+
+def test_a_loss_that_cannot_be_traced_goes_on_as_before(monkeypatch):
+    clients, _ = digits()
+    plain = run(small_network(), clients, backend="vmap")
+    monkeypatch.setattr("fedstride.oracle.TRIES", 2)
+    monkeypatch.setattr("fedstride.oracle.make_fx", lambda function: (_ for _ in ()).throw(RuntimeError("no")))
+    assert torch.equal(plain.x, run(small_network(), clients, backend="vmap").x)
