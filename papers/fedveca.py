@@ -129,9 +129,9 @@ def _fixed(experiment: Experiment, total: int) -> Experiment:
     return Experiment.parse(experiment.dump() | {"steps": steps.tolist()})
 
 
-def _alone(experiment: Experiment, total: int) -> Experiment:
-    """One client that has all the data does all the steps of the FedVeca run."""
-    steps = max(1, round(total / experiment.rounds))
+def _alone(experiment: Experiment, total: int, share: int = 1) -> Experiment:
+    """One client that has all the data does all the steps of the FedVeca run, or one part in `share` of them."""
+    steps = max(1, round(total / experiment.rounds / share))
     return Experiment.parse(experiment.dump() | {"partition": {"name": "iid", "clients": 1}, "steps": steps})
 
 
@@ -143,6 +143,13 @@ def _compare(row: str, make: Any, printed: dict[str, tuple[float, float]] | None
         cells.append(Cell(row, column, make(method), values.get(column, {}), adapt=_fixed, after="FedVeca"))
     last = values.get("centralised", {})
     return [*cells, Cell(row, "centralised", make("centralised"), last, adapt=_alone, after="FedVeca")]
+
+
+def _more(make: Any) -> list[Cell]:
+    """What the networks leave to ask: does the printed roll-back calm FedVeca, did centralised SGD do fewer steps?"""
+    rolled = Cell("case 3", "FedVeca, printed roll-back", make({"name": "fedveca", "rollback": True}))
+    fifth = partial(_alone, share=5)
+    return [rolled, Cell("case 3", "centralised, a fifth", make("centralised"), adapt=fifth, after="FedVeca")]
 
 
 # ---------------------------------------------------------------------------------------------- Table I, Figures 5 to 7
@@ -172,7 +179,8 @@ def table1_mnist(scale: str) -> Item:
     return Item(
         "Table I and Figure 5, MNIST CNN",
         "After 100 rounds FedVeca is ahead of FedAvg, FedNova and FedProx and near centralised SGD; SCAFFOLD leads.",
-        tuple(_compare("case 3", make, printed)), (LOSS, ACCURACY), choices=OWN + FAIR + NETWORK, derive=_objective,
+        (*_compare("case 3", make, printed), *_more(make)), (LOSS, ACCURACY), choices=OWN + FAIR + NETWORK,
+        derive=_objective,
         curve=("objective", "rounds"), keep=("accuracy",), reduced=_reduced(scale),
     )  # fmt: skip
 
@@ -187,7 +195,7 @@ def table1_cifar(scale: str) -> Item:
     return Item(
         "Table I and Figure 5, CIFAR-10 CNN",
         "After 100 rounds FedVeca is ahead of all others, centralised SGD among them.",
-        tuple(_compare("case 3", make, printed)), (LOSS, ACCURACY), choices=(*OWN, *FAIR, *NETWORK, CIFAR),
+        (*_compare("case 3", make, printed), *_more(make)), (LOSS, ACCURACY), choices=(*OWN, *FAIR, *NETWORK, CIFAR),
         derive=_objective, curve=("objective", "rounds"), keep=("accuracy",),
         reduced=_reduced(scale, "; 50 rounds instead of 100"),
     )  # fmt: skip
@@ -354,3 +362,37 @@ ITEMS = {
     "table1-svm": table1_svm, "table1-mnist-cnn": table1_mnist, "table1-cifar-cnn": table1_cifar, "figure6": figure6,
     "figure7": figure7, "figure8": figure8, "figure9": figure9, "figure10": figure10, "rollback": rollback,
 }  # fmt: skip
+
+FOUND = {
+    "table1-svm": (
+        "The printed row is met: over ten seeds every loss lies within 0.25 of the print and every accuracy within "
+        "0.2 points, centralised SGD's excepted (0.6). Of the three reversed pairs two are of methods that print and "
+        "runs have within 0.05 of each other. This holds with the roll-back off; see `rollback`."
+    ),
+    "table1-mnist-cnn": (
+        "Losses and accuracies of FedAvg, FedProx and SCAFFOLD meet the print within about a point. With pixels in "
+        "[0, 1] instead of standardised ones they would not (one seed: FedAvg 54.1 / 84.4, SCAFFOLD 38.5 / 89.2), so "
+        "that reading is settled. Centralised SGD is far better here than printed. Its curve passes the printed loss "
+        "and accuracy together at round 18 to 22 of 100, on MNIST as on CIFAR-10: the print fits a fifth of the stated "
+        "steps, those of one of the five clients. FedVeca ends behind the print because its loss goes up and down from "
+        "round to round: a client that is given 20 steps in one round pulls the model to its own labels."
+    ),
+    "table1-cifar-cnn": (
+        "FedAvg, FedNova, FedProx and SCAFFOLD meet the print within three points of loss and one or two of accuracy. "
+        "Centralised SGD is ahead of the print for the reason given for MNIST: at a fifth of its steps it stands at "
+        "the printed 160.9 / 42.4. FedVeca does not keep what the paper claims: its loss jumps between 1.65 and 2.5, "
+        "whichever round is the last decides, and all ten reversed pairs are its. Without the roll-back nothing takes "
+        "such rounds back; whether the printed roll-back calms the network or stalls it as it does the SVM is not "
+        'known yet (column "FedVeca, printed roll-back").'
+    ),
+    "figure8": (
+        "The rows of a run hold no A of single clients, so this is read from the numbers of steps: whoever has the "
+        "least A is given the most."
+    ),
+    "rollback": (
+        "The printed Algorithm 1 takes a round back when the mean loss of the *local* models is above the least so far. "
+        "Local models after 20 steps fit their own client, so one round with many steps sets a mark that later rounds "
+        "with few steps never meet: 88 of 100 rounds are taken back, and the accuracy stays 7 points below the printed "
+        "one, which the same runs without roll-back meet."
+    ),
+}

@@ -1,7 +1,8 @@
 """A table or figure of a paper as data: its experiments, the numbers printed for them, and what the paper claims.
 
-A paper is a module in `papers/` with TITLE and ITEMS; an item is a function of the scale ("cpu", "full") that returns
-an `Item`. "smoke" is the cpu item shrunk to seconds by `fedstride.reproduce.smoke`.
+A paper is a module in `papers/` with TITLE, ITEMS and FOUND. An item is a function of the scale ("cpu", "full") that
+returns an `Item`; "smoke" is the cpu item shrunk to seconds by `fedstride.reproduce.smoke`. FOUND has a paragraph for
+every item that ran: where the runs differ from the print and why, written by hand after looking.
 """
 
 import importlib
@@ -138,7 +139,6 @@ class Item:
     curve: tuple[str, str] = ("accuracy", "rounds")  # metric and axis of the picture
     keep: tuple[str, ...] = ()  # more metrics to keep of every curve
     log: bool = False  # logarithmic metric axis
-    found: str = ""  # where the runs differ from the print, and why: written by hand after looking
 
     def __post_init__(self) -> None:
         places = [(cell.row, cell.column) for cell in self.cells]

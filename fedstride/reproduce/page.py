@@ -90,8 +90,8 @@ def _section(paper: str, name: str, run: dict[str, Found], pictures: str) -> lis
         lines += _verdict(judge(found))
         lines += [f"![{first.title}, {scale}]({pictures}/{paper}-{name}-{scale}.png)", ""]
         lines += [_made(found), ""]
-    if first.found:
-        lines += [first.found, ""]
+    if name in items.papers()[paper].FOUND:
+        lines += [items.papers()[paper].FOUND[name], ""]
     return lines + ["What the paper leaves open:", "", *(f"* {choice}" for choice in first.choices), ""]
 
 
