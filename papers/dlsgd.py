@@ -287,17 +287,3 @@ for _kind in ("iid", "non-iid"):
 for _key in ("fashion", "cifar"):
     for _kind in ("iid", "non-iid"):
         ITEMS[f"figure6-{_key}-{_kind.replace('-', '')}"] = partial(figure6, key=_key, kind=_kind)
-
-FOUND = {
-    "table2-fashion-iid": (
-        "What ran lies near the print: Local-SGD 49.8 s for n = 10 (printed 51.9) and 149 s for n = 20 (179), DLSGD-homo "
-        "32.1 s for n = 10 (26.4). AsySG at the printed step .1 does not learn: its loss is not a number after about one "
-        "virtual second, because the mean gradient is then about 190 / n updates old; the stable step shrinks with that "
-        "age. With .01 it learns (cpu scale)."
-    ),
-    "table2-fashion-noniid": (
-        "All methods are about three to five times as fast as printed, in the printed order. A partition into two classes "
-        "with equal shares for everybody may be milder than the paper's, which it does not describe; the ratio of the "
-        "methods' times is the paper's."
-    ),
-}

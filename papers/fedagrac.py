@@ -427,10 +427,3 @@ ITEMS = {
     "table6-alexnet-dp2": partial(_table6, network="AlexNet", partition=DP2, printed=ALEXNET_DP2, target=0.7),
     "table6-vgg-dp2": partial(_table6, network="VGG-19", partition=DP2, printed=VGG_DP2, target=0.8),
 }  # fmt: skip
-
-FOUND = {
-    "table1-cnn": (
-        "On iid data 25 and 10 rounds, printed 20 and 8. On DP1 FedAvg needs 61 rounds where 265 are printed: the paper "
-        "does not say which partition this table has, and DP1 with the balance rule is evidently milder."
-    ),
-}

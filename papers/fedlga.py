@@ -383,5 +383,3 @@ ITEMS = {
     "figure6-fashion": figure6_fashion, "figure8-fashion": figure8_fashion, "rates-cifar10": rates_cifar10,
     "table5-cifar10": table5_cifar10, "figure7-cifar10": figure7_cifar10,
 }  # fmt: skip
-
-FOUND: dict[str, str] = {}

@@ -362,37 +362,3 @@ ITEMS = {
     "table1-svm": table1_svm, "table1-mnist-cnn": table1_mnist, "table1-cifar-cnn": table1_cifar, "figure6": figure6,
     "figure7": figure7, "figure8": figure8, "figure9": figure9, "figure10": figure10, "rollback": rollback,
 }  # fmt: skip
-
-FOUND = {
-    "table1-svm": (
-        "The printed row is met: over ten seeds every loss lies within 0.25 of the print and every accuracy within "
-        "0.2 points, centralised SGD's excepted (0.6). Of the three reversed pairs two are of methods that print and "
-        "runs have within 0.05 of each other. This holds with the roll-back off; see `rollback`."
-    ),
-    "table1-mnist-cnn": (
-        "Losses and accuracies of FedAvg, FedProx and SCAFFOLD meet the print within about a point. With pixels in "
-        "[0, 1] instead of standardised ones they would not (one seed: FedAvg 54.1 / 84.4, SCAFFOLD 38.5 / 89.2), so "
-        "that reading is settled. Centralised SGD is far better here than printed. Its curve passes the printed loss "
-        "and accuracy together at round 18 to 22 of 100, on MNIST as on CIFAR-10: the print fits a fifth of the stated "
-        "steps, those of one of the five clients. FedVeca ends behind the print because its loss goes up and down from "
-        "round to round: a client that is given 20 steps in one round pulls the model to its own labels."
-    ),
-    "table1-cifar-cnn": (
-        "FedAvg, FedNova, FedProx and SCAFFOLD meet the print within three points of loss and one or two of accuracy. "
-        "Centralised SGD is ahead of the print for the reason given for MNIST: at a fifth of its steps it stands at "
-        "the printed 160.9 / 42.4. FedVeca does not keep what the paper claims: its loss jumps between 1.65 and 2.5, "
-        "whichever round is the last decides, and all ten reversed pairs are its. Without the roll-back nothing takes "
-        "such rounds back; whether the printed roll-back calms the network or stalls it as it does the SVM is not "
-        'known yet (column "FedVeca, printed roll-back").'
-    ),
-    "figure8": (
-        "The rows of a run hold no A of single clients, so this is read from the numbers of steps: whoever has the "
-        "least A is given the most."
-    ),
-    "rollback": (
-        "The printed Algorithm 1 takes a round back when the mean loss of the *local* models is above the least so far. "
-        "Local models after 20 steps fit their own client, so one round with many steps sets a mark that later rounds "
-        "with few steps never meet: 88 of 100 rounds are taken back, and the accuracy stays 7 points below the printed "
-        "one, which the same runs without roll-back meet."
-    ),
-}

@@ -290,35 +290,3 @@ ITEMS = {
     "figure14": lambda scale: _cifar("Figure 14, CIFAR-10", 1.0, scale, smooth=1.0),
     "figure15": lambda scale: _cifar("Figure 15, CIFAR-10", 1.0, scale, smooth=1.5),
 }
-
-STEPS = (
-    "SCAFFOLD and FedLin with Algorithm 2's step end beside it or above: what the figure shows is the size of the steps "
-    "that the theories allow, not the methods. Algorithm 2 and FedLin are then the same iteration and differ by rounding "
-    "alone. Scaffnew diverges at its step 1/L in the first rounds. "
-)
-LARGE = (
-    "FedAdam and FedProx, whose settings are ours, are ahead of Algorithm 2 here: neither is bound to the small step of "
-    "a worst-case analysis. One seed."
-)
-
-FOUND = {
-    "figure1": "All that the figure shows is met, and no error grows in any round of any seed.",
-    "figure2": "Met: r(t) < 1 and falling with rho at all times, in every seed.",
-    "figure9": (
-        "Met. FedLin with Algorithm 2's step ends where Algorithm 2 ends to six digits, for every tau: the three methods "
-        "differ in the size of their steps only, which is about 4 times FedLin's and 7 times FedTrack's."
-    ),
-    "figure10": "Met, for every tau and seed.",
-    "figure3-12": STEPS + LARGE,
-    "figure5-11": STEPS
-    + LARGE
-    + (
-        " With beta = 0.1 Algorithm 2 does not get beyond 12 %, and FedLin with its step, the same iteration, beyond "
-        "21 %: the gradient at x is that of one mini-batch, and its noise acts on all ten steps. SCAFFOLD at the same "
-        "step, whose control is a mean over ten mini-batches, learns (35 %), and plain local steps with a proximal term "
-        "do better than all of them (47 %). The paper's batch is not stated; a larger one would help tracking."
-    ),
-    "figure7-13": STEPS + LARGE,
-    "figure14": STEPS + "One seed.",
-    "figure15": STEPS + "One seed.",
-}

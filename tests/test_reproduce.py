@@ -187,6 +187,10 @@ def test_curves_of_equal_length_share_their_rounds():
         assert curve["round"][-3:] == [290, 295, 300] and len(curve["round"]) <= store.POINTS + 1
 
 
+def test_findings_speak_of_items_that_exist():
+    assert set(page._findings()) <= {f"{paper}/{name}" for paper, name in EVERY}
+
+
 def test_two_cells_in_one_place_are_refused():
     with pytest.raises(fs.FedstrideError, match="two cells in one place"):
         table(Cell("a", "x", small()), Cell("a", "x", small(lr=0.2)))

@@ -1,8 +1,7 @@
 """A table or figure of a paper as data: its experiments, the numbers printed for them, and what the paper claims.
 
-A paper is a module in `papers/` with TITLE, ITEMS and FOUND. An item is a function of the scale ("cpu", "full") that
-returns an `Item`; "smoke" is the cpu item shrunk to seconds by `fedstride.reproduce.smoke`. FOUND has a paragraph for
-every item that ran: where the runs differ from the print and why, written by hand after looking.
+A paper is a module in `papers/` with TITLE and ITEMS; an item is a function of the scale ("cpu", "full") that returns
+an `Item`. "smoke" is the cpu item shrunk to seconds by `fedstride.reproduce.smoke`.
 """
 
 import importlib

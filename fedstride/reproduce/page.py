@@ -1,6 +1,7 @@
 """docs/reproduction.md and its pictures, made from the stored results alone."""
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,14 @@ def _section(paper: str, name: str, run: dict[str, Found], pictures: str) -> lis
         lines += _verdict(judge(found))
         lines += [f"![{first.title}, {scale}]({pictures}/{paper}-{name}-{scale}.png)", ""]
         lines += [_made(found), ""]
-    if name in items.papers()[paper].FOUND:
-        lines += [items.papers()[paper].FOUND[name], ""]
+    lines += _findings().get(f"{paper}/{name}", [])
     return lines + ["What the paper leaves open:", "", *(f"* {choice}" for choice in first.choices), ""]
+
+
+def _findings() -> dict[str, list[str]]:
+    """What was written about the items after looking: papers/findings.md, a heading an item."""
+    parts = re.split(r"^## (.+)$", (store.folder().parent / "findings.md").read_text(), flags=re.MULTILINE)
+    return {name: [text.strip(), ""] for name, text in zip(parts[1::2], parts[2::2])}
 
 
 def _tables(found: Found) -> Iterator[str]:
