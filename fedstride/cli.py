@@ -220,15 +220,22 @@ def _study(
             watch(plan, row)
             follow(plan, row)
 
+        def over(plan: Planned, run: Run) -> None:
+            if command == "sweep":
+                _metric({plan.label: [run]}, by)  # a misspelt metric comes out after the first run, not the last
+            done(plan, run)
+
         try:
-            results = study.play(folder, resume, both, done)
+            results = study.play(folder, resume, both, over)
         except KeyboardInterrupt:
             err.print("interrupted; the same command with --resume goes on from the last checkpoint")
             raise typer.Exit(130) from None
+    wanted = by if command == "sweep" else None
     if json_:
-        typer.echo(json.dumps({"folder": str(folder), "runs": _summary(results)}))
+        best = {"best": _ranked(results, by)[0]} if wanted else {}
+        typer.echo(json.dumps({"folder": str(folder), "runs": _summary(results)} | best))
     else:
-        _print(results, by if command == "sweep" else None, folder)
+        _print(results, wanted, folder)
     return folder, results
 
 
@@ -284,6 +291,13 @@ def _metric(results: dict[str, list[Run]], wanted: str | None) -> str:
     return next((name for name in ("accuracy", "loss", "train_loss", "local_loss") if name in common), "accuracy")
 
 
+def _ranked(results: dict[str, list[Run]], metric: str) -> list[str]:
+    """Labels, the best first; those whose runs all diverged last."""
+    means = {label: statistics.summarise(runs, metric).mean for label, runs in results.items()}
+    sign = 1 if statistics.lower_is_better(metric) else -1
+    return sorted(means, key=lambda label: (means[label] is None, sign * (means[label] or 0)))
+
+
 def _summary(results: dict[str, list[Run]]) -> list[dict[str, Any]]:
     """One entry a run, for machines."""
     return [
@@ -302,8 +316,7 @@ def _print(results: dict[str, list[Run]], by: str | None, folder: Path) -> None:
         "method", f"{metric}{' %' if scale == 100 else ''}", "best", "client steps", "MB", "virtual s", box=None
     )
     rows = {label: statistics.summarise(runs, metric) for label, runs in results.items()}
-    sign = 1 if statistics.lower_is_better(metric) else -1
-    order = sorted(rows, key=lambda label: (rows[label].mean is None, sign * (rows[label].mean or 0))) if by else rows
+    order = _ranked(results, metric) if by else list(rows)
     for label in order:
         runs = results[label]
         best = statistics.summarise(runs, metric, "best")
@@ -317,9 +330,8 @@ def _print(results: dict[str, list[Run]], by: str | None, folder: Path) -> None:
             f"{seconds:,.2f}",
         )
     console.print(table)
-    first = next(iter(order))
-    if by and rows[first].mean is not None:
-        console.print(f"best by {metric}: {first}")
+    if by and rows[order[0]].mean is not None:
+        console.print(f"best by {metric}: {order[0]}")
     several = any(len(runs) > 1 for runs in results.values())
     console.print(f"{'mean and 95 % interval over seeds; ' if several else ''}results in {folder}")
 

@@ -323,6 +323,13 @@ def test_sweep_names_the_best(tmp_path, fedstride):
     )  # fmt: skip
     assert "best by accuracy: fed" in done.out and "lr=0.3" in done.out.split("best by accuracy")[1]
     assert len(list((tmp_path / "s").glob("*/seed-0"))) == 4
+    again = fedstride("sweep", "rounds=2", "--over", "lr=0.001,0.3", "--by", "loss", "--out", "j", "--json")
+    assert json.loads(again.out)["best"].endswith("lr=0.3")
+
+
+def test_a_misspelt_metric_stops_a_sweep_after_its_first_run(tmp_path, fedstride):
+    fedstride("sweep", "rounds=1", "--over", "lr=0.1,0.2", "--by", "acuracy", "--json", "--out", "s", code=2)
+    assert len(list((tmp_path / "s").glob("*/seed-0"))) == 1
 
 
 def test_exit_codes_and_json(tmp_path, fedstride):

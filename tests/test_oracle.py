@@ -157,6 +157,23 @@ def test_sequential_threads_give_the_same_bytes_as_one_thread():
     assert torch.equal(one.x, two.x)
 
 
+@pytest.mark.parametrize("clients, threads", [(3, 1), (30, 2)])
+def test_small_cohorts_run_on_one_thread_and_leave_the_others_alone(clients, threads):
+    fleet = fs.partition.iid(fs.data.load("digits"), clients=clients)
+    seen = []
+    torch.set_num_threads(2)
+    try:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 10))
+        show = lambda row: seen.append(torch.get_num_threads())  # noqa: E731
+        fs.simulate("fedavg", model, fleet, rounds=1, steps=1, backend="vmap", device="cpu", progress=show)
+        assert seen == [threads] and torch.get_num_threads() == 2
+        with pytest.raises(ZeroDivisionError):
+            fs.simulate("fedavg", model, fleet, rounds=1, backend="vmap", device="cpu", progress=lambda row: 1 / 0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_auto_follows_its_stated_rule():
     small = VectorModel(nn.Linear(784, 10), torch.float32)
     large = VectorModel(nn.Linear(784, 400), torch.float32)

@@ -8,7 +8,7 @@ import torch
 from problems import digits
 
 import fedstride as fs
-from fedstride.statistics import Run, compare, curve, sign_flip, student, summarise, to_target
+from fedstride.statistics import Run, compare, curve, lower_is_better, sign_flip, student, summarise, to_target
 
 T1 = math.tan(math.pi * 0.475)  # the 97.5 % quantiles of one and two degrees of freedom, in closed form
 T2 = math.sqrt(2 * 0.95**2 / (1 - 0.95**2))
@@ -55,6 +55,12 @@ def test_diverged_runs_are_named_not_averaged():
     assert summarise(runs(None, None)).text() == "all 2 diverged"
     assert summarise(runs(None)).text() == "diverged"
     assert summarise([Run(0, rows([0.3, math.inf], "loss")), *runs(0, 1.0, metric="loss")[1:]], "loss").diverged == 1
+
+
+def test_costs_and_errors_are_better_small():
+    small = ("seconds", "steps", "bytes_up", "rejected", "staleness", "loss", "train_loss", "error", "penalty")
+    assert all(lower_is_better(name) for name in small)
+    assert not any(lower_is_better(name) for name in ("accuracy", "top5", "parity_accuracy"))
 
 
 def test_best_is_high_for_accuracy_and_low_for_losses():
