@@ -28,6 +28,8 @@ def text(pictures: str = "reproduction") -> str:
     """The whole page; pictures are looked for in a folder beside it."""
     body, rows, waiting = [], [], []
     for paper, module in items.papers().items():
+        if getattr(module, "OURS", False):
+            continue
         sections = []
         total = Sum()
         for name in module.ITEMS:

@@ -1,0 +1,123 @@
+"""What the five papers teach together, on one fleet: logistic regression on a9a, twenty clients. Nothing is printed.
+
+The objective is convex, so the distance from its least value says how far a method is from the solution, and nothing
+about accuracy on test data has to be read into it. docs/lessons.md draws the conclusions.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from fedstride import data
+from fedstride.experiment import Experiment
+from fedstride.reproduce import Cell, Item, Measure
+
+TITLE = "Lessons (ours)"
+OURS = True  # no paper prints these
+SKEWED = {"name": "dirichlet", "clients": 20, "alpha": 0.3, "balance": True}
+ALIKE = {"name": "iid", "clients": 20}
+SLOWEST, FASTEST = 5, 95  # steps of a round; 50 on average
+UNEQUAL = [round(SLOWEST + (FASTEST - SLOWEST) * client / 19) for client in range(20)]
+
+
+@cache
+def _least() -> float:
+    """The least value of the objective over all data, by L-BFGS."""
+    train = data.load("a9a").train
+    inputs, targets = train.inputs.double(), train.targets
+    model = torch.nn.Linear(inputs.shape[1], 2, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    solver = torch.optim.LBFGS(model.parameters(), max_iter=3000, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        solver.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    solver.step(closure)  # type: ignore[arg-type]
+    return closure().item()
+
+
+def _error(row: dict[str, Any], experiment: Experiment) -> dict[str, float]:
+    known = experiment.data.name == "a9a" and "train_loss" in row
+    return {"error": row["train_loss"] - _least()} if known else {"error": row["loss"]} if "loss" in row else {}
+
+
+ERROR = Measure(
+    "distance from the least loss x 1000, mean of the last 5",
+    lambda run: 1000 * sum(row["error"] for row in [row for row in run.rows if "error" in row][-5:]) / 5,
+    places=2,
+)
+
+
+def _experiment(method: Any, partition: dict[str, Any], steps: Any, **more: Any) -> Experiment:
+    fields: dict[str, Any] = dict(
+        data="a9a", partition=partition, model="logistic", method=method, steps=steps, rounds=50, lr=0.05,
+        batch_size=20, train_loss=True, weights="data",
+    )  # fmt: skip
+    return Experiment(**fields | more)
+
+
+def steps(scale: str) -> Item:
+    """Everybody in every round: which method suits which kind of heterogeneity?"""
+    methods = {
+        "FedAvg": "fedavg",
+        "FedProx": {"name": "fedprox", "mu": 1.0},
+        "FedNova": "fednova",
+        "SCAFFOLD": "scaffold",
+        "FedaGrac": {"name": "fedagrac", "start": "zeros"},
+        "FedaGrac, mode avg": {"name": "fedagrac", "start": "zeros", "mode": "avg"},
+        "FedDyn": {"name": "feddyn", "alpha": 1.0},
+    }
+    rows = {
+        "data alike, steps equal": (ALIKE, 50),
+        "data alike, steps unequal": (ALIKE, UNEQUAL),
+        "data skewed, steps equal": (SKEWED, 50),
+        "data skewed, steps unequal": (SKEWED, UNEQUAL),
+    }
+    cells = [
+        Cell(row, column, _experiment(method, partition, steps))
+        for row, (partition, steps) in rows.items()
+        for column, method in methods.items()
+    ]
+    return Item(
+        "Skew and steps", "Which method suits which kind of heterogeneity.", tuple(cells), (ERROR,),
+        curve=("error", "rounds"), log=True, derive=_error,
+        choices=("lr 0.05, batch 20, 50 rounds; steps 50 for all, or from 5 to 95.",),
+    )  # fmt: skip
+
+
+def seconds(scale: str) -> Item:
+    """Devices of different speed, the same virtual seconds for everybody."""
+    synchronous = {"FedAvg, everybody": ("fedavg", {}), "SCAFFOLD, everybody": ("scaffold", {})}
+    half = {"participation": {"name": "uniform", "n": 5}}
+    methods: dict[str, tuple[Any, dict[str, Any]]] = synchronous | {
+        "FedAvg, 5 of 20": ("fedavg", half),
+        "FedBuff, 5": ({"name": "fedbuff", "n": 5}, {}),
+        "FedAsync": ("fedasync", {}),
+        "DLSGD-homo, 5": ({"name": "dlsgd-homo", "n": 5}, {}),
+        "DLSGD-hetero, 5": ({"name": "dlsgd-hetero", "n": 5}, {}),
+    }
+    world = {
+        "devices": {"name": "slowdown", "base": 0.001, "low": 1, "high": 10},
+        "links": {"name": "bandwidth", "up": 1e6, "latency": 0.01},
+    }
+    cells = [
+        Cell(
+            row, column,
+            _experiment(method, partition, 50, world=world, rounds=3000, seconds=30.0, **{"every": 4} | more),
+        )
+        for row, partition in (("data alike", ALIKE), ("data skewed", SKEWED))
+        for column, (method, more) in methods.items()
+    ]  # fmt: skip
+    return Item(
+        "Speeds", "What waiting for slow devices costs, and what not waiting costs.", tuple(cells), (ERROR,),
+        curve=("error", "seconds"), log=True, derive=_error,
+        choices=("Devices take 1 to 10 ms a step, 50 steps; 30 virtual seconds; lr 0.05, batch 20.",),
+    )  # fmt: skip
+
+
+ITEMS = {"steps": steps, "seconds": seconds}
