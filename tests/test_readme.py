@@ -34,6 +34,8 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
             less = ["seconds=0.4"] if "demo" in line else ["rounds=2"]
             words = [word for word in words if not word.startswith("rounds=")] + less
             words = [*words, "--seeds", "1"]
+        if words[1] == "reproduce" and "--list" not in words:
+            words = ["fedstride", "reproduce", "o1t/figure2", "--scale", "smoke"]
         monkeypatch.setattr("sys.argv", words)
         with contextlib.suppress(SystemExit):
             cli.main()

@@ -24,7 +24,7 @@ def show(what: str | None) -> None:
     for paper, name in items.select(what):
         places = []
         for scale in SCALES[1:]:
-            item = items.item(paper, name, scale)
+            item = items.item(paper, name, items.own_scale(paper, name, scale))
             found = Found(item, store.path(paper, name, scale))
             where = "cpu" if scale == "cpu" else kind
             places += [f"{found.done} of {len(item.cells)}", duration(costs.seconds(item, item.seeds, where))]

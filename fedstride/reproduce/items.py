@@ -181,6 +181,17 @@ def select(what: str | None) -> list[tuple[str, str]]:
     return [(paper, name)] if slash else [(paper, name) for name in known[paper]]
 
 
+def own_scale(paper: str, name: str, scale: str) -> str:
+    """Where nothing had to be reduced, "cpu" is "full": the same runs, stored once."""
+    if scale != "cpu":
+        return scale
+    places = [
+        [(cell.row, cell.column, cell.experiment, cell.grid) for cell in item(paper, name, one).cells]
+        for one in ("cpu", "full")
+    ]
+    return "full" if places[0] == places[1] else "cpu"
+
+
 def item(paper: str, name: str, scale: str) -> Item:
     """An item at a scale."""
     from fedstride.reproduce.smoke import shrink

@@ -33,8 +33,8 @@ def text(pictures: str = "reproduction") -> str:
         sections = []
         total = Sum()
         for name in module.ITEMS:
-            found = {scale: Found(item := items.item(paper, name, scale), store.path(paper, name, scale))
-                     for scale in ("full", "cpu")}  # fmt: skip
+            scales = dict.fromkeys(items.own_scale(paper, name, scale) for scale in ("full", "cpu"))
+            found = {scale: Found(items.item(paper, name, scale), store.path(paper, name, scale)) for scale in scales}
             run = {scale: one for scale, one in found.items() if one.done}
             total.add(list(run.values()))
             if run:
@@ -153,7 +153,7 @@ def figures(folder: Path) -> None:
     """One picture an item and scale."""
     folder.mkdir(parents=True, exist_ok=True)
     for paper, name in items.select(None):
-        for scale in ("full", "cpu"):
+        for scale in dict.fromkeys(items.own_scale(paper, name, scale) for scale in ("full", "cpu")):
             found = Found(items.item(paper, name, scale), store.path(paper, name, scale))
             if found.done:
                 picture(found).savefig(folder / f"{paper}-{name}-{scale}.png", dpi=80)

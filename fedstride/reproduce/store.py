@@ -23,7 +23,7 @@ import torch
 from fedstride.checkpoint import write_whole
 from fedstride.errors import FedstrideError
 from fedstride.experiment import Experiment
-from fedstride.reproduce.items import Cell, Item, Measure
+from fedstride.reproduce.items import Cell, Item, Measure, own_scale
 from fedstride.statistics import Run
 from fedstride.study import override
 
@@ -38,7 +38,7 @@ def folder() -> Path:
 
 def path(paper: str, name: str, scale: str) -> Path:
     """The file of an item."""
-    return folder() / f"{paper}-{name}-{scale}.json"
+    return folder() / f"{paper}-{name}-{own_scale(paper, name, scale)}.json"
 
 
 def brief(experiment: Experiment) -> dict[str, Any]:
