@@ -40,9 +40,12 @@ class Answers(NamedTuple):
 class Transport(Protocol):
     """How a job reaches a client and a reply comes back."""
 
-    now: float  # virtual or real seconds since the start
     sent: int  # messages to clients so far
     refused: set[int]  # clients whose uploads were rejected since one was used
+
+    @property
+    def now(self) -> float:
+        """Virtual or real seconds since the start."""
 
     def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None) -> Iterator[Answers]:
         """Send the message to the clients of the jobs; yield replies in any grouping, some perhaps never.

@@ -140,7 +140,7 @@ def simulate(
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
         if backend == "auto":
             backend = store.setup.get("backend", backend)
-    oracle = _oracle(backend, vector, clients, loss)
+    oracle = make_oracle(backend, vector, clients, loss)
     inputs.check_batches(oracle.model, clients, sampler)
     fleet = clients.fleet(weights or method.weights, target)
     rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
@@ -208,7 +208,7 @@ def smoothness(
     """Smoothness constant L_i of every client's objective at the model's weights, by power iteration."""
     target = inputs.device(device)
     vector, clients = VectorModel(model, dtype, target), clients.to(target, dtype)
-    oracle = _oracle("auto", vector, clients, loss)
+    oracle = make_oracle("auto", vector, clients, loss)
     everyone, zeros = np.arange(len(clients)), np.zeros(len(clients), dtype=np.int64)
     jobs = Jobs(everyone, zeros, zeros, zeros, zeros, zeros, zeros)
     keys = job_keys(0, "smoothness", *(torch.as_tensor(column, device=target) for column in jobs[:3]))
@@ -216,7 +216,7 @@ def smoothness(
     return work.smoothness(vector.x[None])[:, 0]
 
 
-def _oracle(backend: str, vector: VectorModel, clients: Clients, loss: LossFunction) -> oracles.Oracle:
+def make_oracle(backend: str, vector: VectorModel, clients: Clients, loss: LossFunction) -> oracles.Oracle:
     """Try model and loss on a few examples, then build the backend."""
     examples, targets = (part[:4] for part in clients.data(0))
     outputs = vector.probe(examples)

@@ -1,0 +1,60 @@
+"""The two Flower apps. Both read the run's description from the run configuration, as JSON."""
+
+import json
+import os
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from fedstride.deploy import wire
+from fedstride.deploy.node import Node
+from fedstride.deploy.server import serve
+from fedstride.errors import FedstrideError
+from fedstride.experiment import Experiment
+
+client = ClientApp()
+server = ServerApp()
+
+
+def _experiment(context: Context) -> Experiment:
+    return Experiment.parse(json.loads(str(context.run_config["experiment"])))
+
+
+def _node(context: Context) -> Node:
+    """This node's own client: its number and folder come from the node's configuration, never from the server."""
+    try:
+        number = int(context.node_config["client"])
+    except (KeyError, ValueError):
+        raise FedstrideError("a node needs its number: --node-config 'client=0'") from None
+    folder = Path(str(context.node_config.get("folder", "memory")))
+    return Node(_experiment(context), number, folder)
+
+
+@client.query()
+def hello(message: Message, context: Context) -> Message:
+    """Who is this?"""
+    return Message(wire.pack(_node(context).facts(), ()), reply_to=message)
+
+
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    """One job."""
+    half = bool(context.run_config.get("half", False))
+    header, upload = _node(context).answer(*wire.unpack(message.content))
+    return Message(wire.pack(header, upload, half), reply_to=message)
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """The whole run."""
+    config = context.run_config
+    folder = Path(str(config["folder"]))
+    result = serve(
+        _experiment(context), grid, folder, name=str(config["name"]), clients=int(config["clients"]),
+        half=bool(config.get("half", False)), timeout=float(config.get("timeout", 600.0)),
+        progress=lambda row: print(json.dumps(row), flush=True),
+    )  # fmt: skip
+    print(result.summary(), flush=True)
+    os.sync()

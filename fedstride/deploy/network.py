@@ -1,0 +1,279 @@
+"""The transport over Flower: requests are pushed to nodes, replies pulled as they come, in real seconds.
+
+A node cannot send unasked. In asynchronous runs the server therefore keeps one request with every node that is at work
+and plays the buffers of the schedule itself: the receive buffer is the newest model at the moment of a request, the
+send buffer holds replies that nobody has drawn yet.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from flwr.app import Message
+from torch import Tensor
+
+from fedstride.algorithm import Algorithm, Exchange
+from fedstride.courses import Job
+from fedstride.deploy import wire
+from fedstride.deploy.node import ECHO, job_name
+from fedstride.engine import Answers
+from fedstride.errors import FedstrideError
+from fedstride.keys import draw, generator, key
+from fedstride.memory import Memories
+from fedstride.participation import Uniform
+from fedstride.sampling import Jobs
+from fedstride.schedule import Buffered, Deadline, Schedule, SendBuffers
+
+POLL = 0.1  # seconds between looks for replies
+PATIENCE = 3  # rejected uploads in a row after which a client is set aside
+
+
+class Sent(NamedTuple):
+    """A request under way."""
+
+    header: dict[str, Any]
+    times: int  # how often the reply counts
+    at: float
+
+
+class Network:
+    """Sends jobs to the nodes of a grid and reads what comes back."""
+
+    def __init__(
+        self,
+        grid: Any,
+        nodes: dict[int, int],
+        method: Algorithm,
+        x: Tensor,
+        run: str,
+        schedule: Schedule,
+        plan_job: Callable[[int, int], tuple[int, int, float]],
+        seed: int,
+        half: bool = False,
+        timeout: float = 600.0,
+    ):
+        self._grid, self._nodes, self._method, self._x, self._run = grid, nodes, method, x, run
+        self._schedule, self._plan_job, self._seed, self._half, self._timeout = schedule, plan_job, seed, half, timeout
+        self._origin = time.monotonic()
+        self.sent = 0
+        self.refused: set[int] = set()
+        self.memories = Memories(())  # clients keep their own
+        self._accepted: dict[int, str] = {}  # client -> the last job whose upload was used
+        self._strikes = dict.fromkeys(nodes, 0)  # rejected uploads in a row
+        self._names: dict[str, tuple[str, ...]] = {}  # exchange -> the fields of its uploads
+        self._under_way: dict[str, Sent] = {}  # by Flower's message id
+        self._gone: list[tuple[Job, str]] = []
+        self._rejections = 0
+        self._taken = dict.fromkeys(nodes, -1)  # the last version a client started from
+        self._repeats = dict.fromkeys(nodes, 0)
+        self._slots: dict[int, Answers] = {}  # send buffers
+        self._dispatches = 0
+
+    @property
+    def now(self) -> float:
+        """Real seconds since the start; a resumed run goes on where it stood."""
+        return time.monotonic() - self._origin
+
+    def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None) -> Iterator[Answers]:
+        """Ask a cohort and wait for all of it, or until nothing more can be hoped for."""
+        self.sent += len(jobs.clients)
+        budget = deadline.seconds if deadline is not None and exchange.name == "train" else 0.0
+        for row in range(len(jobs.clients)):
+            if self._strikes[int(jobs.clients[row])] < PATIENCE:
+                self._push(exchange, message, jobs.take(slice(row, row + 1)), budget)
+        until = self.now + self._timeout
+        while self._under_way:
+            for _, answers in self._pull():
+                if answers is not None:
+                    yield answers
+            if self._under_way and self.now > until:
+                late = sorted(sent.header["client"] for sent in self._under_way.values())
+                if exchange.insist:
+                    raise FedstrideError(
+                        f"clients {late} have not answered for {self._timeout:g} s, and nobody may miss this"
+                    )
+                _say(f"clients {late} have not answered for {self._timeout:g} s; the round goes on without them")
+                self._under_way.clear()
+            elif self._under_way:
+                time.sleep(POLL)
+
+    def gather(self, exchange: Exchange, message: Any, version: int) -> Iterator[Answers]:
+        """Keep clients at work and yield replies until the schedule lets the server act."""
+        draws = self._draws(version)
+        missing = len(draws) or self._size
+        quiet, self._rejections = self.now, 0
+        for client in [client for client in draws if client in self._slots]:
+            missing -= 1
+            yield _counted(self._slots.pop(client), draws.pop(client))
+        while missing > 0 and len(self.refused) < len(self._nodes):
+            self._dispatch(exchange, message, version)
+            for client, answers in self._pull():
+                quiet = self.now
+                if answers is None:
+                    self._taken[client] = -1  # it may start from the same model again
+                elif isinstance(self._schedule, SendBuffers) and client not in draws:
+                    self._slots[client] = answers  # overwrites what lay there
+                else:
+                    before = self._rejections
+                    yield _counted(answers, draws.pop(client, 1))
+                    # A rejected update does not count as an arrival, unless the server asked for it by name.
+                    missing -= 1 if isinstance(self._schedule, SendBuffers) else 1 - (self._rejections - before)
+            if missing > 0:
+                if self.now - quiet > self._timeout:
+                    raise FedstrideError(
+                        f"no client has answered for {self._timeout:g} s, and the server waits for {missing} updates"
+                    )
+                time.sleep(POLL)
+
+    @property
+    def _size(self) -> int:
+        """Replies that make a server update."""
+        return self._schedule.size if isinstance(self._schedule, Buffered) else self._schedule.n  # type: ignore[attr-defined]
+
+    def _draws(self, version: int) -> dict[int, int]:
+        """Under SendBuffers, whose updates the server asks for, and how often each counts."""
+        if not isinstance(self._schedule, SendBuffers):
+            return {}
+        rng, even = generator(self._seed, "cohort", version + 1), np.full(len(self._nodes), 1 / len(self._nodes))
+        cohort = Uniform(self._schedule.n, replacement=True).draw(rng, even, version + 1)
+        return dict(zip(cohort.clients.tolist(), cohort.times.tolist()))
+
+    def _dispatch(self, exchange: Exchange, message: Any, version: int) -> None:
+        """Give work to clients that have none: some, drawn by key, or whoever has not had this model."""
+        busy = {sent.header["client"] for sent in self._under_way.values()}
+        idle = [client for client in self._nodes if client not in busy and self._strikes[client] < PATIENCE]
+        if isinstance(self._schedule, Buffered):
+            room = (self._schedule.concurrency or len(self._nodes)) - len(busy)
+            while room > 0 and idle:
+                place = draw(key(self._seed, "dispatch"), self._dispatches) * len(idle) >> 64
+                self._dispatches, room = self._dispatches + 1, room - 1
+                self._start(exchange, message, version, idle.pop(place))
+            return
+        for client in idle:
+            if self._taken[client] < version:
+                self._start(exchange, message, version, client)
+
+    def _start(self, exchange: Exchange, message: Any, version: int, client: int) -> None:
+        self._repeats[client] = self._repeats[client] + 1 if self._taken[client] == version else 0
+        self._taken[client] = version
+        target, steps, lr = self._plan_job(client, version)
+        columns = (client, version, self._repeats[client], target, steps, lr, 1)
+        self.sent += 1
+        self._push(exchange, message, Jobs(*(np.array([value]) for value in columns)), 0.0)
+
+    def _push(self, exchange: Exchange, message: Any, job: Jobs, budget: float) -> None:
+        """Send one request."""
+        stage = "prologue" if exchange.insist else "round"
+        names = [one.name for one in (self._method.prologue if exchange.insist else self._method.exchanges)]
+        client = int(job.clients[0])
+        header = {
+            "run": self._run, "client": client, "version": int(job.versions[0]), "repeat": int(job.repeats[0]),
+            "stage": stage, "exchange": names.index(exchange.name), "target": int(job.targets[0]),
+            "steps": int(job.steps[0]), "lr": float(job.lr[0]), "budget": budget, "fleet": len(self._nodes),
+            "accepted": self._accepted.get(client, ""),
+        }  # fmt: skip
+        content = wire.pack(header, message, self._half)
+        request = Message(
+            content, dst_node_id=self._nodes[client], message_type="train", group_id=str(header["version"])
+        )
+        (number,) = self._grid.push_messages([request])
+        self._under_way[number] = Sent(header, int(job.times[0]), self.now)
+
+    def _pull(self) -> Iterator[tuple[int, Answers | None]]:
+        """Whatever has come: the client, and its answer or None if it failed."""
+        for reply in list(self._grid.pull_messages(list(self._under_way))):
+            sent = self._under_way.pop(reply.metadata.reply_to_message_id, None)
+            if sent is None:
+                continue  # twice the same
+            client = sent.header["client"]
+            if reply.has_error():
+                _say(f"client {client} failed: {reply.error.reason}")
+                self._gone.append((self._job(sent), "lost"))
+                yield client, None
+                continue
+            yield client, self._read(reply.content, sent)
+
+    def _read(self, content: Any, sent: Sent) -> Answers | None:
+        """A reply as an answer; what is not of the right form becomes an upload that is not finite, and is rejected."""
+        asked, names = sent.header, self._names.get(self._place(sent.header))
+        try:
+            header, fields = wire.unpack(content)
+            told = {name: header.get(name) for name in ECHO}
+            if told != {name: asked[name] for name in ECHO}:
+                raise FedstrideError(f"it answers {told}")
+            if names is not None and set(fields) != set(names):
+                raise FedstrideError(f"it has the fields {sorted(fields)}, not {sorted(names)}")
+            for name, value in fields.items():
+                if not isinstance(value, Tensor) or value.numel() not in (1, self._x.numel()):
+                    raise FedstrideError(f"its {name} is not a vector of the model's length, {self._x.numel()}")
+            steps = int(header["steps"])
+            if not 1 <= steps <= asked["steps"]:
+                raise FedstrideError(f"it claims {steps} steps of {asked['steps']}")
+        except (FedstrideError, KeyError, TypeError, ValueError) as error:
+            _say(f"the reply of client {asked['client']} is refused: {error}")
+            if names is None:
+                return None
+            nothing = torch.full((self._x.numel(),), float("nan"))
+            header, fields, steps = {"seconds": 0.0}, dict.fromkeys(names, nothing), asked["steps"]
+        self._names.setdefault(self._place(asked), tuple(fields))
+        columns = (
+            asked["client"], asked["version"], asked["repeat"], asked["target"], steps, asked["lr"], sent.times
+        )  # fmt: skip
+        arrival = self.now
+        span = np.array([[max(sent.at, arrival - float(header["seconds"])), arrival, arrival]])
+        loss = torch.tensor([header["loss"]], dtype=self._x.dtype) if "loss" in header else None
+        upload = wire.rows(fields, self._x)
+        return Answers(Jobs(*(np.array([value]) for value in columns)), upload, asked, loss, span)
+
+    @staticmethod
+    def _place(header: dict[str, Any]) -> str:
+        return f"{header['stage']}.{header['exchange']}"
+
+    @staticmethod
+    def _job(sent: Sent) -> Job:
+        names = ("client", "version", "repeat", "target", "steps", "lr")
+        return Job(**{name: sent.header[name] for name in names}, start=sent.at, end=sent.at, lost=True)
+
+    def keep(self, answers: Answers, used: np.ndarray) -> None:
+        """Remember whose upload was used; the next request tells the client."""
+        header, good = answers.memory, bool(used[0])
+        client = header["client"]
+        self._strikes[client] = 0 if good else self._strikes[client] + 1
+        if self._strikes[client] == PATIENCE:
+            _say(f"client {client} has sent {PATIENCE} useless uploads in a row and is set aside")
+        if good:
+            self._accepted[client] = job_name(header)
+            self.refused.clear()
+        else:
+            self._rejections += 1
+            self.refused.add(client)
+
+    def gone(self) -> list[tuple[Job, str]]:
+        """Jobs of which nothing came."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def under_way(self) -> list[Job]:
+        """Jobs that have not come back."""
+        return [self._job(sent)._replace(lost=False) for sent in self._under_way.values()]
+
+    def dump(self) -> dict[str, Any]:
+        """What a restarted server must know: whose uploads it has used. Jobs under way are asked for again."""
+        return {"accepted": list(map(list, self._accepted.items())), "dispatches": self._dispatches}
+
+    def load(self, stored: dict[str, Any], now: float) -> None:
+        """Undo `dump`."""
+        self._accepted = {client: job for client, job in stored["accepted"]}
+        self._dispatches = stored["dispatches"]
+        self._origin = time.monotonic() - now
+
+
+def _counted(answers: Answers, times: int) -> Answers:
+    return answers._replace(jobs=answers.jobs._replace(times=np.array([times])))
+
+
+def _say(words: str) -> None:
+    sys.stderr.write(words + "\n")

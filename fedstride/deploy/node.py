@@ -1,0 +1,161 @@
+"""A client's life: one request, one answer, and a memory on its own disk.
+
+A node computes what the simulator would compute for this client, with the same keys, on its own data alone. Its memory
+is provisional until the server has used the upload it came with: the file holds the last two, and the next request
+names the job whose upload was accepted.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fedstride import inputs
+from fedstride.algorithm import Exchange
+from fedstride.checkpoint import write_whole
+from fedstride.clients import Clients, Fleet
+from fedstride.deploy import wire
+from fedstride.errors import FedstrideError
+from fedstride.experiment import Experiment
+from fedstride.keys import job_keys
+from fedstride.memory import as_rows
+from fedstride.sampling import Jobs, Sampler
+from fedstride.simulate import make_oracle
+from fedstride.train import Local, Work
+from fedstride.vector import VectorModel
+
+ECHO = ("run", "client", "version", "repeat", "stage", "exchange")  # what tells one job from another
+
+
+class Memory:
+    """What a client remembers, on disk: committed, and pending until the server says that it was used."""
+
+    def __init__(self, path: Path, initial: Any):
+        self._path, self._initial = path, as_rows(initial)
+        self._names = getattr(self._initial, "_fields", ())
+        self.committed, self.pending = "", ""  # names of jobs
+        self._tensors: dict[str, Tensor] = {}
+        if self._names and path.exists():
+            data = path.read_bytes()
+            try:
+                self._tensors = safetensors.torch.load(data)
+                length = int.from_bytes(data[:8], "little")
+                about = json.loads(data[8 : 8 + length])["__metadata__"]
+                self.committed, self.pending = about["committed"], about["pending"]
+            except Exception:  # whatever a damaged file may bring
+                raise FedstrideError(f"{path} is damaged; this client cannot go on with its memory") from None
+
+    def settle(self, accepted: str) -> None:
+        """The server names the last job whose upload it used."""
+        if not self._names or accepted == self.committed:
+            return
+        if accepted != self.pending:
+            raise FedstrideError(
+                f"this client's memory of job {accepted} is lost; it cannot take part in this run any more"
+            )
+        for name in self._names:
+            self._tensors[f"committed.{name}"] = self._tensors.pop(f"pending.{name}")
+        self.committed, self.pending = accepted, ""
+
+    def get(self) -> Any:
+        """The committed memory."""
+        if not self._names:
+            return ()
+        if not self.committed:
+            return self._initial
+        return type(self._initial)(*(self._tensors[f"committed.{name}"] for name in self._names))
+
+    def put(self, job: str, memory: Any) -> None:
+        """A new memory, pending."""
+        if not self._names:
+            return
+        self.pending = job
+        for name, value in zip(self._names, memory):
+            self._tensors[f"pending.{name}"] = value.detach().cpu().contiguous().clone()
+        about = {"committed": self.committed, "pending": self.pending}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self._path, safetensors.torch.save(self._tensors, about))
+
+
+class Node:
+    """One client: its number in the fleet, its data, and the folder of its memory."""
+
+    def __init__(self, experiment: Experiment, client: int, folder: Path, data: tuple[Any, Any] | None = None):
+        prepared = experiment.prepare()
+        settings = prepared.settings
+        self.client, self.method = client, prepared.method
+        device = inputs.device(experiment.device)
+        mine = prepared.clients.data(client) if data is None else data
+        self.clients = Clients.from_arrays([mine]).to(device, settings["dtype"])
+        self.sampler = Sampler(self.clients, settings["batch_size"], settings["sampling"])
+        self.vector = VectorModel(prepared.model, settings["dtype"], device)
+        self.oracle = make_oracle("auto", self.vector, self.clients, settings["loss"])
+        local = inputs.local(self.method, experiment.momentum, experiment.weight_decay, experiment.clip)
+        augment = inputs.augmentation(settings["augment"], self.sampler)
+        self.local = Local(local.momentum, local.weight_decay, local.clip, augment)
+        self.seed, self.folder, self.half = experiment.seed, folder, False
+
+    def facts(self) -> dict[str, Any]:
+        """What the server must know before it starts."""
+        return {"client": self.client, "size": int(self.clients.sizes[0]), "parameters": len(self.vector.x)}
+
+    @torch.no_grad()
+    def answer(self, header: dict[str, Any], fields: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The reply to a request: a header, and the upload."""
+        if header["client"] != self.client:
+            raise FedstrideError(f"a request for client {header['client']} came to client {self.client}")
+        exchange = self._exchange(header)
+        kind = type(exchange.message(self.method.init(self.vector.x, _anybody(int(header["fleet"]), self.vector.x))))
+        memory = Memory(
+            self.folder / f"{header['run']}-{self.client}.safetensors", self.method.init_client(self.vector.x)
+        )
+        memory.settle(header["accepted"])
+        start = time.monotonic()
+        steps = self._within(header, exchange)
+        jobs = Jobs(*(np.array([value]) for value in (
+            self.client, header["version"], header["repeat"], header["target"], steps, header["lr"], 1
+        )))  # fmt: skip
+        device = self.vector.x.device
+        keys = job_keys(self.seed, exchange.name, *(torch.as_tensor(column, device=device) for column in jobs[:3]))
+        work = Work(self.oracle, self.sampler, jobs._replace(clients=np.zeros(1, dtype=np.int64)), keys, self.local)
+        upload, new = exchange.client(work, wire.rows(fields, self.vector.x, kind), memory.get())
+        memory.put(job_name(header), new)
+        reply = {name: header[name] for name in ECHO} | {"steps": int(steps), "seconds": time.monotonic() - start}
+        if work.train_loss is not None:
+            reply["loss"] = float(work.train_loss[0])
+        return reply, upload
+
+    def _exchange(self, header: dict[str, Any]) -> Exchange:
+        stage = self.method.prologue if header["stage"] == "prologue" else self.method.exchanges
+        return stage[header["exchange"]]
+
+    def _within(self, header: dict[str, Any], exchange: Exchange) -> int:
+        """Steps to do: those asked for, or what fits into the seconds given, by the time that one step takes here."""
+        steps, seconds = int(header["steps"]), float(header.get("budget", 0.0))
+        if not seconds or exchange.name != "train":
+            return steps
+        jobs = Jobs(*(np.array([value]) for value in (0, 0, 0, 2, 2, 1e-9, 1)))
+        keys = torch.zeros(1, dtype=torch.int64, device=self.vector.x.device)
+        times = []
+        for _ in range(2):  # the first one warms up
+            start = time.monotonic()
+            Work(self.oracle, self.sampler, jobs, keys, self.local).descend(self.vector.x[None])
+            times.append((time.monotonic() - start) / 2)
+        return max(1, min(steps, int((seconds - sum(times) * 2) / max(times[-1], 1e-9))))
+
+
+def job_name(header: dict[str, Any]) -> str:
+    """A job within a run and client."""
+    return f"{header['version']}.{header['repeat']}.{header['stage']}.{header['exchange']}"
+
+
+def _anybody(count: int, x: Tensor) -> Fleet:
+    """A fleet of so many, to see what a message looks like; its numbers are not used."""
+    return Fleet(
+        torch.full((count,), 1 / count, dtype=torch.float64, device=x.device), torch.ones(count, device=x.device)
+    )

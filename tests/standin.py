@@ -1,0 +1,64 @@
+"""A stand-in for Flower's grid: real Flower messages, packed to bytes and unpacked, between apps in one process."""
+
+import json
+import random
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as Proto
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedstride.deploy import apps
+
+SERVER = 1
+
+
+def travel(message):
+    """Over the wire and back."""
+    return message_from_proto(Proto.FromString(message_to_proto(message).SerializeToString()))
+
+
+class Standin:
+    """Nodes that answer when their replies are pulled, some at a time, in an order of their own."""
+
+    def __init__(self, experiment, clients, folder, half=False, seed=0, spoil=None):
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, SERVER, 1
+        config = {"experiment": json.dumps(experiment.dump()), "half": half}
+        self.contexts = {
+            100 + client: Context(
+                1, 100 + client, {"client": client, "folder": str(folder / str(client))}, RecordDict(), config
+            )
+            for client in range(clients)
+        }
+        self.waiting, self.count, self.trained = {}, 0, []
+        self.random, self.spoil = random.Random(seed), spoil or (lambda grid, message, reply: [reply])
+        self.bytes = 0
+
+    def get_node_ids(self):
+        return list(self.contexts)
+
+    def push_messages(self, messages):
+        numbers = []
+        for message in messages:
+            self.count += 1
+            number = f"m{self.count}"
+            message.metadata.__dict__["_message_id"] = number  # the link's part
+            self.waiting[number] = travel(message)
+            self.bytes += len(message_to_proto(message).SerializeToString())
+            numbers.append(number)
+        return numbers
+
+    def pull_messages(self, numbers):
+        """One of those asked for, drawn at random, so that replies come in any order."""
+        there = [number for number in numbers if number in self.waiting]
+        if not there:
+            return []
+        number = self.random.choice(there)
+        message = self.waiting.pop(number)
+        context = self.contexts[message.metadata.dst_node_id]
+        try:
+            reply = apps.client(message, context)
+        except Exception as error:  # as Flower does: what an app raises becomes an error reply
+            reply = Message(Error(code=0, reason=str(error)), reply_to=message)
+        self.trained.append(message.metadata.dst_node_id - 100)
+        return [travel(one) for one in self.spoil(self, message, reply)]
