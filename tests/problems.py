@@ -95,3 +95,24 @@ def small_network(dropout: float = 0.0) -> nn.Module:
         nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(dropout), nn.Flatten(),
         nn.Linear(64, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 10),
     )  # fmt: skip
+
+
+OPTIONS = {"dlsgd-homo": {"n": 2}, "dlsgd-hetero": {"n": 3}, "fedbuff": {"n": 2}, "asysg": {"n": 2}}
+
+
+def flower_description(method, clients, **more):
+    """A small experiment with unequal steps, for runs that also go over a network."""
+    fields = dict(
+        partition={"name": "dirichlet", "clients": clients, "alpha": 1.0}, model={"name": "mlp", "hidden": 8},
+        method={"name": method, **OPTIONS.get(method, {})}, rounds=3, lr=0.05, steps=[1, 4, 2, 3][:clients],
+        batch_size=5, dtype="float64", device="cpu",
+    )  # fmt: skip
+    return fs.Experiment(**fields | more)
+
+
+def simulated(experiment, trace=None):
+    """The same in the simulator, in the order of a trace if there is one."""
+    method, model, clients, _, settings = experiment.prepare()
+    if trace is not None:
+        settings |= {"schedule": fs.schedule.Replay(trace)}
+    return fs.simulate(method, model, clients, **settings)

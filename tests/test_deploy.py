@@ -1,12 +1,14 @@
 """Deployment: the same run over Flower's messages gives the same model as the simulator."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from problems import flower_description, simulated
 
 import fedstride as fs
 from fedstride.algorithm import REGISTRY
-from fedstride.experiment import Experiment
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride[deploy]")
 from standin import Standin  # noqa: E402
@@ -16,16 +18,7 @@ from fedstride.deploy.server import serve  # noqa: E402
 
 CLIENTS = 4
 METHODS = [name for name, method in sorted(REGISTRY.items()) if not method.pooled]
-OPTIONS = {"dlsgd-homo": {"n": 2}, "dlsgd-hetero": {"n": 3}, "fedbuff": {"n": 2}, "asysg": {"n": 2}}
-
-
-def description(method, **more):
-    fields = dict(
-        partition={"name": "dirichlet", "clients": CLIENTS, "alpha": 1.0}, model={"name": "mlp", "hidden": 8},
-        method={"name": method, **OPTIONS.get(method, {})}, rounds=3, lr=0.05, steps=[1, 4, 2, 3], batch_size=5,
-        dtype="float64", device="cpu",
-    )  # fmt: skip
-    return Experiment(**fields | more)
+description = partial(flower_description, clients=CLIENTS)
 
 
 def deployed(experiment, folder, **more):
@@ -37,13 +30,6 @@ def deployed(experiment, folder, **more):
 def quick(monkeypatch):
     monkeypatch.setattr(network, "POLL", 0.0)
     monkeypatch.setattr("fedstride.deploy.server.POLL", 0.0)
-
-
-def simulated(experiment, trace=None):
-    method, model, clients, _, settings = experiment.prepare()
-    if trace is not None:
-        settings |= {"schedule": fs.schedule.Replay(trace)}
-    return fs.simulate(method, model, clients, **settings)
 
 
 @pytest.mark.parametrize("method", METHODS)
