@@ -1,4 +1,4 @@
-"""The command line: run, compare, sweep, reproduce, report, list, bench.
+"""The command line: run, compare, sweep, reproduce, report, deploy, list, bench.
 
 Exit codes: 0 done, 2 bad input, 3 every run diverged, 130 Ctrl-C.
 """
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedstride import __version__, statistics
+from fedstride import __version__, runs, statistics
 from fedstride.errors import FedstrideError, unknown
 from fedstride.experiment import CHOICES, Experiment, known_options, read_toml
 from fedstride.statistics import Run
@@ -124,6 +124,24 @@ def report(
     if target is not None and not 0 < target <= 1:
         raise FedstrideError(f"the target is an accuracy from 0 to 1, such as 0.9, not {target:g}")
     _report(folder, target)
+
+
+deploy = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(deploy, name="deploy", help="The same experiment over a network, on Flower.")
+
+
+@deploy.command()
+def local(
+    items: Items = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("runs/deploy"),
+    half: Annotated[bool, typer.Option("--half", help="Send vectors as float16.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a silent client is given up.")] = 600.0,
+) -> None:
+    """Link, nodes and run on this machine, one process each, as many nodes as the partition has clients."""
+    from fedstride.deploy import command
+
+    folder = command.local(Experiment.parse(_description(items, None)), out, half, timeout, err)
+    _print({folder.parent.name: [runs.read(folder.parent.name, 0, folder).run]}, None, folder)
 
 
 @app.command("list")
