@@ -32,11 +32,12 @@ from fedstride import (
     schedule,
     steps,
 )
-from fedstride.algorithm import REGISTRY
+from fedstride.algorithm import REGISTRY, Algorithm
 from fedstride.algorithms import FedAvg
 from fedstride.checkpoint import write_whole
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError, unknown
+from fedstride.losses import LossFunction
 from fedstride.results import Result, Target
 from fedstride.simulate import simulate
 from fedstride.world import Pace, World
@@ -234,14 +235,14 @@ class Experiment(BaseModel):
 
     def prepare(self) -> "Prepared":
         """Build every part and refuse what cannot go together; data are loaded last."""
-        method = REGISTRY[self.method.name](**self.method.options)
-        built = {slot: _build(slot, getattr(self, slot)) for slot in ("augment", "participation", "schedule")}
-        rule = _build("steps", self.steps)
+        method = self.make_method()
+        built = {slot: build(slot, getattr(self, slot)) for slot in ("augment", "participation", "schedule")}
+        rule = build("steps", self.steps)
         world = (
             None
             if self.world is None
             else World(
-                **{slot: _build(slot, getattr(self.world, slot)) for slot in ("devices", "links", "availability")}
+                **{slot: build(slot, getattr(self.world, slot)) for slot in ("devices", "links", "availability")}
             )
         )
         stop = None if self.stop is None else Target(**self.stop.model_dump())
@@ -259,11 +260,8 @@ class Experiment(BaseModel):
         inputs.local(method, self.momentum, self.weight_decay, self.clip)
         inputs.device(self.device)
         clients, test, classes = self.fleet()
-        shape = tuple(clients.inputs.shape[1:])
-        model = models.make(self.model.name, **self._model_options(shape, len(classes)))
-        loss = (
-            CHOICES["loss"][self.loss.name] if self.loss else losses.cross_entropy if classes else losses.least_squares
-        )
+        model = self.make_model(tuple(clients.inputs.shape[1:]), len(classes))
+        loss = self.make_loss(bool(classes))
         settings = dict(
             loss=loss, rounds=self.rounds, seconds=self.seconds, lr=self.lr, steps=rule, sampling=self.sampling,
             world=world, test=test,
@@ -274,6 +272,24 @@ class Experiment(BaseModel):
             chunk=self.chunk, timeline=self.timeline, **built,
         )  # fmt: skip
         return Prepared(method, model, clients, classes, settings)
+
+    def make_method(self) -> Algorithm:
+        """The method with its options."""
+        return REGISTRY[self.method.name](**self.method.options)
+
+    def make_model(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """The model for examples of this shape; what its options say goes first."""
+        return models.make(self.model.name, **self._model_options(shape, classes))
+
+    def make_loss(self, labels: bool) -> LossFunction:
+        """The loss, by the kind of targets unless it is named."""
+        named = CHOICES["loss"][self.loss.name] if self.loss else None
+        return named or (losses.cross_entropy if labels else losses.least_squares)
+
+    def settled(self, classes: int) -> "Experiment":
+        """The same with the number of classes and the seed in the model's options, for who has not all the data."""
+        options = {name: value for name, value in self._model_options((1,), classes).items() if name != "inputs"}
+        return Experiment.parse(self.dump() | {"model": {"name": self.model.name, **options}})
 
     def run(self, folder: str | os.PathLike | None = None, resume: bool = False, progress: Any = False) -> Result:
         """Simulate it."""
@@ -326,7 +342,7 @@ class Prepared(NamedTuple):
     settings: dict[str, Any]
 
 
-def _build(slot: str, value: Any) -> Any:
+def build(slot: str, value: Any) -> Any:
     """An object from a choice; numbers are taken as they are."""
     if not isinstance(value, Choice):
         return list(value) if isinstance(value, tuple) else value

@@ -13,10 +13,11 @@ from fedstride.algorithm import REGISTRY
 pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride[deploy]")
 from standin import Standin  # noqa: E402
 
-from fedstride.deploy import network, wire  # noqa: E402
+from fedstride.deploy import apps, network, wire  # noqa: E402
 from fedstride.deploy.server import serve  # noqa: E402
 
 CLIENTS = 4
+experiment_fleet = fs.Experiment.fleet
 METHODS = [name for name, method in sorted(REGISTRY.items()) if not method.pooled]
 description = partial(flower_description, clients=CLIENTS)
 
@@ -166,6 +167,42 @@ def test_what_is_sent_is_what_the_method_declares(tmp_path):
     deployed(description("scaffold", rounds=1), tmp_path, spoil=spy)
     (_, down), (_, up) = sent[0]
     assert set(down) == {"x", "c"} and set(up) == {"dx", "dc"}
+
+
+def test_a_node_with_data_of_its_own_needs_no_data_set(tmp_path, monkeypatch):
+    experiment = description("scaffold")
+    fleet, _, names = experiment.fleet()
+    over, _ = deployed(experiment, tmp_path / "a")
+    settled = experiment.settled(len(names))
+    grid = Standin(settled, CLIENTS, tmp_path / "nodes")
+    for client in range(CLIENTS):
+        inputs, targets = fleet.data(client)
+        np.savez(tmp_path / f"{client}.npz", inputs=inputs.numpy(), targets=targets.numpy())
+        grid.contexts[100 + client].node_config["data"] = str(tmp_path / f"{client}.npz")
+    nodes = []
+    monkeypatch.setattr(
+        "fedstride.deploy.node.Experiment.fleet", lambda self: nodes.append(self) or experiment_fleet(self)
+    )
+    result = serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=5.0)
+    assert len(nodes) == 1  # the server's own look, for its test data
+    torch.testing.assert_close(result.x, over.x, rtol=1e-12, atol=1e-14)
+
+
+def test_a_file_that_is_no_data_is_named(tmp_path):
+    (tmp_path / "x.npz").write_bytes(b"no")
+    with pytest.raises(fs.FedstrideError, match="x.npz is not an .npz file with the arrays inputs and targets"):
+        apps.read(str(tmp_path / "x.npz"))
+
+
+def test_a_deadline_cuts_the_steps_of_a_slow_device(tmp_path, monkeypatch):
+    experiment = description("fedlga", steps=400, schedule={"name": "deadline", "seconds": 0.2}, rounds=1)
+    over, _ = deployed(experiment, tmp_path)
+    steps = [job["steps"] for job in over.timeline.jobs]
+    assert (
+        all(1 <= count <= 400 for count in steps)
+        and min(steps) < 400
+        and {job["target"] for job in over.timeline.jobs} == {400}
+    )
 
 
 def test_methods_that_pool_data_are_refused(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
@@ -29,7 +30,17 @@ def _node(context: Context) -> Node:
     except (KeyError, ValueError):
         raise FedstrideError("a node needs its number: --node-config 'client=0'") from None
     folder = Path(str(context.node_config.get("folder", "memory")))
-    return Node(_experiment(context), number, folder)
+    path = context.node_config.get("data")
+    return Node(_experiment(context), number, folder, None if path is None else read(str(path)))
+
+
+def read(path: str) -> tuple[np.ndarray, np.ndarray]:
+    """A client's own data: an .npz file with `inputs` and `targets`."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return arrays["inputs"], arrays["targets"]
+    except (OSError, KeyError, ValueError) as error:
+        raise FedstrideError(f"{path} is not an .npz file with the arrays inputs and targets: {error}") from None
 
 
 @client.query()

@@ -5,6 +5,7 @@ is provisional until the server has used the upload it came with: the file holds
 names the job whose upload was accepted.
 """
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -21,12 +22,12 @@ from fedstride.checkpoint import write_whole
 from fedstride.clients import Clients, Fleet
 from fedstride.deploy import wire
 from fedstride.errors import FedstrideError
-from fedstride.experiment import Experiment
+from fedstride.experiment import Experiment, build
 from fedstride.keys import job_keys
 from fedstride.memory import as_rows
 from fedstride.sampling import Jobs, Sampler
 from fedstride.simulate import make_oracle
-from fedstride.train import Local, Work
+from fedstride.train import Work
 from fedstride.vector import VectorModel
 
 ECHO = ("run", "client", "version", "repeat", "stage", "exchange")  # what tells one job from another
@@ -86,19 +87,22 @@ class Node:
     """One client: its number in the fleet, its data, and the folder of its memory."""
 
     def __init__(self, experiment: Experiment, client: int, folder: Path, data: tuple[Any, Any] | None = None):
-        prepared = experiment.prepare()
-        settings = prepared.settings
-        self.client, self.method = client, prepared.method
-        device = inputs.device(experiment.device)
-        mine = prepared.clients.data(client) if data is None else data
-        self.clients = Clients.from_arrays([mine]).to(device, settings["dtype"])
-        self.sampler = Sampler(self.clients, settings["batch_size"], settings["sampling"])
-        self.vector = VectorModel(prepared.model, settings["dtype"], device)
-        self.oracle = make_oracle("auto", self.vector, self.clients, settings["loss"])
+        self.client, self.method, self.folder, self.seed = client, experiment.make_method(), folder, experiment.seed
+        device, dtype = inputs.device(experiment.device), getattr(torch, experiment.dtype)
+        classes = 0  # a settled experiment names them
+        if data is None:  # a fleet made of one data set, as in a simulation: take our part
+            fleet, _, names = experiment.fleet()
+            data, classes = fleet.data(client), len(names)
+        self.clients = Clients.from_arrays([data]).to(device, dtype)
+        batch = None if experiment.batch_size == "all" else experiment.batch_size
+        self.sampler = Sampler(self.clients, batch, experiment.sampling)
+        model = experiment.make_model(tuple(self.clients.inputs.shape[1:]), classes)
+        self.vector = VectorModel(model, dtype, device)
+        loss = experiment.make_loss(not self.clients.targets.is_floating_point())
+        self.oracle = make_oracle("auto", self.vector, self.clients, loss)
         local = inputs.local(self.method, experiment.momentum, experiment.weight_decay, experiment.clip)
-        augment = inputs.augmentation(settings["augment"], self.sampler)
-        self.local = Local(local.momentum, local.weight_decay, local.clip, augment)
-        self.seed, self.folder, self.half = experiment.seed, folder, False
+        augment = None if experiment.augment is None else build("augment", experiment.augment)
+        self.local = dataclasses.replace(local, augment=inputs.augmentation(augment, self.sampler))
 
     def facts(self) -> dict[str, Any]:
         """What the server must know before it starts."""

@@ -68,10 +68,10 @@ def _method(experiment: Experiment) -> Algorithm:
 
 
 def _devices(experiment: Experiment):
-    from fedstride.experiment import _build
+    from fedstride.experiment import build
 
     assert experiment.world is not None
-    return _build("devices", experiment.world.devices)
+    return build("devices", experiment.world.devices)
 
 
 def _transfers(experiment: Experiment) -> float:
