@@ -17,7 +17,7 @@ def local(experiment: Experiment, out: Path, half: bool, timeout: float, err: Co
     clients = None if experiment.partition is None else experiment.partition.options.get("clients")
     if not clients:
         raise FedstrideError("deploy local needs a partition with a number of clients, such as partition.clients=3")
-    experiment.prepare()  # mistakes come out before anything starts
+    experiment.prepare(real=True)  # mistakes come out before anything starts
     folder = out / str(experiment.method) / f"seed-{experiment.seed}"
     folder.mkdir(parents=True, exist_ok=True)
     experiment.save(folder / "experiment.toml")

@@ -36,7 +36,7 @@ def serve(
     progress: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> Result:
     """Run an experiment with so many nodes; `name` tells this run from others, also after a restart of the server."""
-    prepared = experiment.prepare()
+    prepared = experiment.prepare(real=True)
     method, settings = prepared.method, prepared.settings
     if method.pooled:
         raise FedstrideError(f"{method.name} pools all data in one place; it cannot be deployed")
