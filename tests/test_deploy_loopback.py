@@ -1,6 +1,8 @@
 """Real Flower processes over loopback: link, executor, nodes, run."""
 
 import json
+import os
+import signal
 import subprocess
 
 import pytest
@@ -8,9 +10,13 @@ import safetensors.torch
 import torch
 from problems import flower_description, simulated
 
+import fedstride as fs
+
 pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride[deploy]")
 
-from fedstride.deploy.local import Stack  # noqa: E402
+from fedstride.deploy import keys  # noqa: E402
+from fedstride.deploy import stack as programs
+from fedstride.deploy.stack import Stack  # noqa: E402
 from fedstride.timeline import Timeline  # noqa: E402
 
 
@@ -26,6 +32,8 @@ def outcome(folder):
 def test_a_synchronous_and_an_asynchronous_run_equal_their_simulations(tmp_path):
     said = []
     with Stack(tmp_path, 2) as stack:
+        stack.start(0)
+        stack.start(1)
         for method in ("scaffold", "fedbuff"):
             experiment = flower_description(method, clients=2, rounds=2)
             stack.run(experiment, method, folder=tmp_path / method, timeout=120, watch=said.append)
@@ -35,3 +43,60 @@ def test_a_synchronous_and_an_asynchronous_run_equal_their_simulations(tmp_path)
             torch.testing.assert_close(x, simulated(experiment, trace).x, rtol=1e-9, atol=1e-11)
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
     assert not left, f"processes {left} are still there"
+
+
+@pytest.mark.slow
+def test_strangers_are_refused_and_the_run_goes_on(tmp_path):
+    keys.write(tmp_path / "keys", 2, ["127.0.0.1", "localhost"])
+    keys.write(tmp_path / "others", 1, ["127.0.0.1"])  # another authority, another node's key
+    experiment, said = flower_description("scaffold", clients=2, rounds=2), []
+    (tmp_path / "mixed").mkdir()
+    for name, source in (("ca.crt", "keys"), ("node-0", "others")):
+        (tmp_path / "mixed" / name).write_bytes((tmp_path / source / name).read_bytes())
+    with Stack(tmp_path / "stack", 2, keys=tmp_path / "keys") as stack:
+        stack.start(0)
+        stack.start(1)
+        server, strangers = f"127.0.0.1:{stack.port}", {}
+        for name, folder in (
+            ("plain", None),
+            ("wrong key", tmp_path / "mixed"),
+            ("wrong authority", tmp_path / "others"),
+        ):
+            arguments = programs.node(server, 0, tmp_path / name, None, folder)
+            strangers[name] = subprocess.Popen(arguments, env=programs.environment(tmp_path / "home"))
+        without = [part for part in programs.node(server, 0, tmp_path / "none", None, tmp_path / "keys")]
+        place = without.index("--auth-supernode-private-key")
+        strangers["no key"] = subprocess.Popen(
+            without[:place] + without[place + 2 :], env=programs.environment(tmp_path / "home")
+        )
+        stack.run(experiment, "tls", tmp_path / "run", timeout=180, watch=said.append)
+        for name, stranger in strangers.items():
+            assert stranger.wait(120) != 0, f"{name} was let in"
+    x, rows, _ = outcome(tmp_path / "run")
+    assert [row["clients"] for row in rows] == [2, 2], "\n".join(said)
+    torch.testing.assert_close(x, simulated(experiment).x, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_is_missed_and_comes_back(tmp_path):
+    experiment, said = flower_description("scaffold", clients=3, rounds=8), []
+    with Stack(tmp_path / "stack", 3) as stack:
+        for number in range(3):
+            stack.start(number)
+
+        def watch(line):
+            said.append(line)
+            if line.startswith('{"round": 2,'):
+                os.killpg(stack.nodes[1].pid, signal.SIGKILL)
+
+        stack.run(experiment, "kill", tmp_path / "run", timeout=60, watch=watch)
+    x, rows, timeline = outcome(tmp_path / "run")
+    assert [row["round"] for row in rows] == list(range(1, 9)), "\n".join(said)
+    assert rows[1]["clients"] == 3 and rows[-1]["clients"] == 2
+    used = [
+        sorted(job["client"] for job in timeline.jobs if job["update"] == round and job["fate"] == "used")
+        for round in range(1, 9)
+    ]
+    method, model, clients, _, settings = experiment.prepare()
+    alone = fs.simulate(method, model, clients, **settings | {"participation": used})
+    torch.testing.assert_close(x, alone.x, rtol=1e-9, atol=1e-11)

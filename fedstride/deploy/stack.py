@@ -1,7 +1,4 @@
-"""The whole stack on this machine by one command: a link, its executor, nodes, and the run; nothing is left behind.
-
-Flower's own programs do the work, each a process of its own, over loopback without encryption.
-"""
+"""Flower's programs as processes of ours: the link with its executor, nodes, and a run; nothing is left behind."""
 
 import json
 import os
@@ -83,28 +80,36 @@ def process(name: str, arguments: list[str], folder: Path) -> Iterator[subproces
 
 
 class Stack:
-    """A link and nodes on loopback."""
+    """A link, and on request nodes; with the folder that `fedstride deploy keys` has made, encrypted and by key."""
 
-    def __init__(self, folder: Path, clients: int):
-        self.folder, self.clients, self.port = folder.resolve(), clients, port()
+    def __init__(self, folder: Path, clients: int, host: str = "127.0.0.1", at: int = 0, keys: Path | None = None):
+        self.folder, self.clients, self.host, self.port = folder.resolve(), clients, host, at or port()
+        self.keys = None if keys is None else keys.resolve()
         self._stack = ExitStack()
         self.nodes: dict[int, subprocess.Popen] = {}
 
     def __enter__(self) -> "Stack":
         home = self.folder / "flower"
         home.mkdir(parents=True, exist_ok=True)
-        address = f"127.0.0.1:{self.port}"
-        (home / "config.toml").write_text(f'[superlink.here]\naddress = "{address}"\ninsecure = true\n')
+        here = f"127.0.0.1:{self.port}"
+        trust = (
+            "insecure = true" if self.keys is None else f"root-certificates = {json.dumps(str(self.keys / 'ca.crt'))}"
+        )
+        (home / "config.toml").write_text(f'[superlink.here]\naddress = "{here}"\n{trust}\n')
+        secure = ["--insecure"]
+        if self.keys is not None:
+            secure = ["--ssl-ca-certfile", str(self.keys / "ca.crt"), "--ssl-certfile", str(self.keys / "server.crt")]
+            secure += ["--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth"]
         try:
             self._open(
-                "link", "flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port),
+                "link", "flower-superlink", *secure, "--host", self.host, "--port", str(self.port),
                 "--disable-runtime-dependency-installation", "--database", str(home / "state.db"),
                 "--isolation", "process",
             )  # fmt: skip
             self._wait()
-            self._open("executor", "flower-superexec", "--insecure", "--runtime-api-address", address)
-            for client in range(self.clients):
-                self.start(client)
+            self._open("executor", "flower-superexec", *trusting(self.keys), "--runtime-api-address", here)
+            for number in range(self.clients if self.keys is not None else 0):
+                self._flwr("supernode", "register", str(self.keys / f"node-{number}.pub"), "here")  # type: ignore[operator]
         except BaseException:
             self._stack.close()
             raise
@@ -116,13 +121,25 @@ class Stack:
     def _open(self, name: str, *arguments: str) -> subprocess.Popen:
         return self._stack.enter_context(process(name, list(arguments), self.folder))
 
-    def start(self, client: int) -> None:
-        """One node."""
-        memory = json.dumps(str(self.folder / "memory" / str(client)))
-        self.nodes[client] = self._open(
-            f"node-{client}", "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}",
-            "--host", "127.0.0.1", "--port", str(port()), "--node-config", f"client={client} folder={memory}",
-        )  # fmt: skip
+    def _flwr(self, *arguments: str, watch: Callable[[str], None] = lambda line: None) -> None:
+        """One of Flower's commands, to its end."""
+        said: list[str] = []
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(["flwr", *arguments], env=environment(self.folder / "flower"), **pipes) as running:
+            assert running.stdout is not None
+            for line in running.stdout:
+                said = [*said[-20:], line.rstrip()]
+                watch(line.rstrip())
+        if running.returncode:
+            words = " ".join(said)
+            raise FedstrideError(
+                f"flwr {arguments[0]} ended with {running.returncode}: {words}; logs are in {self.folder}"
+            )
+
+    def start(self, number: int, data: Path | None = None) -> None:
+        """A node on this machine."""
+        arguments = node(f"127.0.0.1:{self.port}", number, self.folder / "memory" / str(number), data, self.keys)
+        self.nodes[number] = self._open(f"node-{number}", *arguments)
 
     def _wait(self) -> None:
         start = time.monotonic()
@@ -148,11 +165,20 @@ class Stack:
         lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
         (app / "pyproject.toml").write_text(APP.format(config=lines))
         (app / "app.py").write_text("from fedstride.deploy import apps\n\nclient = apps.client\nserver = apps.server\n")
-        command = ["flwr", "run", str(app), "here", "--stream"]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with subprocess.Popen(command, env=environment(self.folder / "flower"), **pipes) as running:
-            assert running.stdout is not None
-            for line in running.stdout:
-                watch(line.rstrip())
-        if running.returncode:
-            raise FedstrideError(f"flwr run ended with {running.returncode}; see the logs in {self.folder}")
+        self._flwr("run", str(app), "here", "--stream", watch=watch)
+
+
+def trusting(keys: Path | None) -> list[str]:
+    """Flags of a program that speaks to the link."""
+    return ["--insecure"] if keys is None else ["--root-certificates", str(keys / "ca.crt")]
+
+
+def node(server: str, number: int, memory: Path, data: Path | None, keys: Path | None) -> list[str]:
+    """The command that runs a node."""
+    config = f"client={number} folder={json.dumps(str(memory))}"
+    config += "" if data is None else f" data={json.dumps(str(data.resolve()))}"
+    own = [] if keys is None else ["--auth-supernode-private-key", str(keys / f"node-{number}")]
+    return [
+        "flower-supernode", *trusting(keys), *own, "--superlink", server, "--host", "127.0.0.1", "--port", str(port()),
+        "--node-config", config,
+    ]  # fmt: skip
