@@ -29,7 +29,7 @@ class Recording(NamedTuple):
 
 
 def padded(rows: int) -> int:
-    """The size of cohort that is recorded for so many rows: 1 to 8, 10, 12, ..., 80, 100, 120, ..., 800, 1000, ..."""
+    """The size of cohort that is recorded for so many rows: 1 to 10, 12, 14, 16, 20, ..., 80, 90, 100, 120, ..."""
     unit = 1
     while rows > 80 * unit:
         unit *= 10

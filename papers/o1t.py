@@ -77,7 +77,7 @@ def _monotone(found: Found, columns: tuple[str, ...]) -> bool | None:
     values = [
         value for row in found.item.rows for column in columns for value in found.values(row, column, GROWTH).values()
     ]
-    return max(values) <= 1e-9 if values else None
+    return max(values) <= 1e-9 if found.complete else None
 
 
 def figure1(scale: str) -> Item:

@@ -193,6 +193,62 @@ def test_two_cells_in_one_place_are_refused():
         table(Cell("a", "x", small()), Cell("a", "x", small(lr=0.2)))
 
 
+def test_every_paper_is_on_the_page():
+    titles = {module.TITLE for name, module in items.papers().items() if name != "lessons"}
+    assert len(titles) == 5 and all(f"| {title} |" in page.text() for title in titles)
+
+
+def test_a_run_that_followed_another_run_counts_only_with_it(tmp_path):
+    cells = (
+        Cell("a", "first", small(steps=3)),
+        Cell("a", "second", small(), after="first", adapt=lambda e, n: Experiment.parse(e.dump() | {"steps": n // 12})),
+    )
+    path = tmp_path / "found.json"
+    play.play(table(*cells), path, tmp_path / "runs", 1)
+    stored = json.loads(path.read_text())
+    next(run for run in stored["runs"] if run["column"] == "first")["steps"] += 12
+    path.write_text(json.dumps(stored))
+    assert [task.cell.column for task in play.missing(Found(table(*cells), path), 1)] == ["second"]
+
+
+def test_an_adapted_run_counts_only_as_long_as_it_is_adapted_so(tmp_path):
+    def cell(lr):
+        return Cell("a", "x", small(), adapt=lambda e, n: Experiment.parse(e.dump() | {"lr": lr}))
+
+    path = tmp_path / "found.json"
+    play.play(table(cell(0.1)), path, tmp_path / "runs", 1)
+    assert Found(table(cell(0.1)), path).done == 1 and Found(table(cell(0.2)), path).done == 0
+
+
+def test_a_run_without_a_new_measure_is_run_again(tmp_path):
+    cell = Cell("a", "x", small())
+    found = Found(table(cell), tmp_path / "found.json")
+    put(found, cell, [0.5])
+    assert Found(table(cell, measures=(final(), rounds_to(0.9))), found.path).done == 0
+
+
+def test_two_processes_add_to_the_same_item(tmp_path):
+    cells = Cell("a", "x", small()), Cell("a", "y", small(lr=0.2))
+    one, two = (Found(table(*cells), tmp_path / "found.json") for _ in range(2))
+    put(one, cells[0], [0.5])
+    put(two, cells[1], [0.6])
+    assert Found(table(*cells), one.path).done == 2
+
+
+def test_most_of_them_diverged(tmp_path):
+    cell = Cell("a", "x", small())
+    found = Found(table(cell), tmp_path / "found.json")
+    put(found, cell, [0.5])
+    for seed in (1, 2):
+        found.add(cell, {}, store.at(cell, {}, seed), Run(seed, [row(0.1)], "diverged"), 0.1, "vmap")
+    assert shown(found, cell, found.item.measures[0]) == "most diverged (1 of 3 runs)"
+
+
+def test_nothing_of_a_run_is_left_for_a_later_version_to_take_up(tmp_path):
+    play.play(table(Cell("a", "x", small())), tmp_path / "found.json", tmp_path / "runs", 1)
+    assert not list((tmp_path / "runs").glob("*/seed-0"))
+
+
 def test_the_page_matches_the_results():
     assert (ROOT / "docs" / "reproduction.md").read_text() == page.text(), "run make docs"
     for paper, name in EVERY:

@@ -1,7 +1,6 @@
 """The two Flower apps. Both read the run's description from the run configuration, as JSON."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -68,4 +67,3 @@ def main(grid: Grid, context: Context) -> None:
         progress=lambda row: print(json.dumps(row), flush=True),
     )  # fmt: skip
     print(result.summary(), flush=True)
-    os.sync()

@@ -35,7 +35,11 @@ def show(what: str | None) -> None:
 def run(what: str, scale: str, seeds: int | None, out: Path, jobs: int, yes: bool, err: Console) -> None:
     """Run what is missing and print the tables."""
     chosen = [(paper, name, items.item(paper, name, scale)) for paper, name in items.select(what)]
-    cost = sum(costs.seconds(item, seeds or item.seeds, "cpu") for _, _, item in chosen)
+    cost = 0.0
+    for paper, name, item in chosen:
+        count = seeds or item.seeds
+        left = 1.0 if scale == "smoke" else Found(item, store.path(paper, name, scale)).left(count)
+        cost += left * costs.seconds(item, count, "cpu")
     if scale == "full" and _kind() == "cpu" and not yes and cost > 1800:
         raise FedstrideError(
             f"{what} at full scale would take about {duration(cost)} without a GPU; add --yes to run it all the same, "
@@ -80,7 +84,9 @@ def entry(found: Found, row: str, column: str, measure: items.Measure) -> str:
     ours, printed = judge.shown(found, cell, measure) or "-", cell.printed.get(measure.name)
     if printed is None:
         return ours
-    return f"{ours} / {measure.text(printed) if printed < float('inf') else 'not reached'}"
+    ratio = judge.ratio(found, cell, measure) if measure.unit else None
+    times = "" if ratio is None else f" (×{ratio:.2g})"
+    return f"{ours} / {measure.text(printed) if printed < float('inf') else 'not reached'}{times}"
 
 
 def duration(seconds: float) -> str:

@@ -32,6 +32,7 @@ class Measure:
     value: Callable[[Run], float]
     lower: bool = True  # less is better
     places: int | None = 0  # decimals in tables; None: three digits, wherever they stand
+    unit: str = ""  # of the way to a target: rounds or seconds
 
     @property
     def worst(self) -> float:
@@ -44,26 +45,25 @@ class Measure:
 
     def of(self, run: Run) -> float:
         """The number of one run."""
-        value = self.value(run)
+        value = math.nan if run.status == "diverged" else self.value(run)
         return value if math.isfinite(value) else self.worst
 
 
 def rounds_to(accuracy: float) -> Measure:
     """Rounds until the test accuracy is reached."""
-    return Measure(f"rounds to {100 * accuracy:g} %", lambda run: _reach(run, accuracy, "rounds"))
+    return Measure(f"rounds to {100 * accuracy:g} %", lambda run: _reach(run, accuracy, "rounds"), unit="rounds")
 
 
 def seconds_to(accuracy: float) -> Measure:
     """Virtual seconds until the test accuracy is reached."""
-    return Measure(f"seconds to {100 * accuracy:g} %", lambda run: _reach(run, accuracy, "seconds"), places=1)
+    name = f"seconds to {100 * accuracy:g} %"
+    return Measure(name, lambda run: _reach(run, accuracy, "seconds"), places=1, unit="seconds")
 
 
 def final(metric: str = "accuracy", last: int = 1, scale: float = 100.0, places: int = 2) -> Measure:
     """A metric at the end: the mean over the last rows that have it."""
 
     def value(run: Run) -> float:
-        if run.status == "diverged":
-            return math.nan
         values = [row[metric] for row in run.rows if metric in row][-last:]
         return scale * sum(values) / len(values)
 

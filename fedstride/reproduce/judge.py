@@ -89,12 +89,12 @@ def shown(found: Found, cell: Cell, measure: Measure) -> str:
     if not good:
         runs = found.best(cell)
         diverged = sum(run["status"] == "diverged" for run in runs)
-        end = "diverged" if diverged == len(runs) else f"> {_limit(runs, measure)}" if measure.lower else "none"
+        end = "diverged" if diverged == len(runs) else f"> {_limit(runs, measure)}" if measure.unit else "none"
         return end if len(values) == 1 else f"{end} ({len(values)} runs)"
     if len(good) < len(values):
         middle = float(np.median(values))
-        text = measure.text(middle) if math.isfinite(middle) else f"> {_limit(found.best(cell), measure)}"
-        return f"{text} ({len(good)} of {len(values)} runs)"
+        failed = f"> {_limit(found.best(cell), measure)}" if measure.unit else "most diverged"
+        return f"{measure.text(middle) if math.isfinite(middle) else failed} ({len(good)} of {len(values)} runs)"
     mean, half = statistics.interval(good)
     assert mean is not None
     return measure.text(mean) + (f" ± {measure.text(half)}" if half is not None else "")
@@ -102,8 +102,7 @@ def shown(found: Found, cell: Cell, measure: Measure) -> str:
 
 def _limit(runs: list[dict], measure: Measure) -> str:
     """Where runs that did not reach the target ended."""
-    unit = "seconds" if measure.name.startswith("seconds") else "rounds"
-    return f"{np.median([run[unit] for run in runs]):,.0f}"
+    return f"{np.median([run[measure.unit] for run in runs]):,.0f}"
 
 
 def _ask(holds, found: Found) -> bool | None:
@@ -137,7 +136,7 @@ def _compare(found: Found, row: str, measure: Measure, better: str, worse: str) 
     if not common:
         return Ordering(row, measure, better, worse, "not run")
     finite = [value for values in (first, second) for value in values.values() if math.isfinite(value)]
-    failed = (2 * max(finite) if measure.lower else min(finite) / 2) if finite else 0.0
+    failed = (2 * max(finite) + 1 if measure.lower else min(finite) / 2 - 1) if finite else 0.0
     sign = 1 if measure.lower else -1
     gains = [sign * ((_or(second[seed], failed)) - _or(first[seed], failed)) for seed in common]
     mean, half = statistics.interval(gains)

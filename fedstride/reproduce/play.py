@@ -3,6 +3,7 @@
 import hashlib
 import json
 import multiprocessing
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -54,7 +55,7 @@ def play(item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda
         _side_by_side(found, folder, seeds, watch, jobs)
         return found
     for task in missing(found, seeds):
-        _add(found, task, _run(task.experiment, folder, partial(watch, str(task), task.experiment)))
+        _add(found, task, _run(task.experiment, folder, partial(watch, str(task), task.experiment)), folder)
     return found
 
 
@@ -89,7 +90,7 @@ def _side_by_side(found: Found, folder: Path, seeds: int, watch: Watch, jobs: in
                 task = under_way.pop(future)
                 ended = future.result()
                 watch(str(task), task.experiment, ended.rows[-1])
-                _add(found, task, ended)
+                _add(found, task, ended, folder)
 
 
 def _run(experiment: Experiment, folder: Path, progress: Any = False) -> Ended:
@@ -98,11 +99,13 @@ def _run(experiment: Experiment, folder: Path, progress: Any = False) -> Ended:
     return Ended(result.rows, result.status, result.backend, time.perf_counter() - start)
 
 
-def _add(found: Found, task: Task, ended: Ended) -> None:
+def _add(found: Found, task: Task, ended: Ended, folder: Path) -> None:
+    """Store what a run gave; its folder goes, or a later version of the code would take it for its own."""
     more = found.item.derive or (lambda row, experiment: {})
     rows = [row | more(row, task.experiment) for row in ended.rows]
     run = Run(task.experiment.seed, rows, ended.status)
     found.add(task.cell, task.point, task.experiment, run, ended.wall, ended.backend)
+    shutil.rmtree(folder / _folder(task.experiment))
 
 
 def _folder(experiment: Experiment) -> str:

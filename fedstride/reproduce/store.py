@@ -5,6 +5,7 @@ A file holds a list of runs. A run says where it belongs (row, column, the point
 versions, wall-clock seconds. A run whose experiment is no longer that of its cell does not count.
 """
 
+import fcntl
 import importlib
 import itertools
 import json
@@ -72,21 +73,34 @@ class Found:
         cells = {(cell.row, cell.column): cell for cell in item.cells}
         self.runs: list[dict[str, Any]] = []
         stored = [(cells.get((run["row"], run["column"])), run) for run in _read(path)]
-        for cell, run in stored:
-            if cell is not None and run["point"] in points(cell):
-                if run["experiment"] == brief(at(cell, run["point"], run["seed"])):
-                    self.runs.append(run)
+        for cell, run in sorted(stored, key=lambda pair: bool(pair[0] and pair[0].after)):  # those after others last
+            if cell is not None and self._belongs(cell, run):
+                self.runs.append(run)
+
+    def _belongs(self, cell: Cell, run: dict[str, Any]) -> bool:
+        """Whether a stored run is what its cell asks for now."""
+        if run["point"] not in points(cell) or any(one.name not in run["values"] for one in self.item.measures):
+            return False
+        experiment = at(cell, run["point"], run["seed"])
+        if run["experiment"] != brief(experiment):
+            return False
+        if cell.after:
+            return run["followed"] == self._followed(cell, run["seed"])
+        return cell.adapt is None or run["adapted"] == changes(experiment, cell.adapt(experiment, 0))
+
+    def _followed(self, cell: Cell, seed: int) -> int | None:
+        """Client steps of the run that this one goes by; None while there is none."""
+        other = self.cell(cell.row, cell.after)
+        first = [] if other is None else [run for run in self.best(other) if run["seed"] == seed]
+        return first[0]["steps"] if first else None
 
     def planned(self, cell: Cell, point: dict[str, Any], seed: int) -> Experiment | None:
         """The experiment of a cell at a point of its grid; None while a run that it waits for is missing."""
         experiment = at(cell, point, seed)
         if cell.adapt is None:
             return experiment
-        if not cell.after:
-            return cell.adapt(experiment, 0)
-        other = self.cell(cell.row, cell.after)
-        first = [] if other is None else [run for run in self.best(other) if run["seed"] == seed]
-        return cell.adapt(experiment, first[0]["steps"]) if first else None
+        steps = self._followed(cell, seed) if cell.after else 0
+        return None if steps is None else cell.adapt(experiment, steps)
 
     def get(self, cell: Cell, point: dict[str, Any], seed: int) -> dict[str, Any] | None:
         """One run, if it is there."""
@@ -129,17 +143,24 @@ class Found:
         """Places and values by seed."""
         cell, axis = self.cell(row, column), {"rounds": "round"}.get(against, against)
         runs = [] if cell is None else self.best(cell)
-        return {run["seed"]: (run["curve"][axis], run["curve"][metric]) for run in runs if metric in run["curve"]}
+        curves = [(run["seed"], run["curve"]) for run in runs if metric in run["curve"]]
+        return {seed: (curve[axis], [math.nan if y is None else y for y in curve[metric]]) for seed, curve in curves}
 
     @staticmethod
     def _number(run: dict[str, Any], measure: Measure) -> float:
-        value = run["values"].get(measure.name)
+        value = run["values"][measure.name]
         return measure.worst if value is None else value
 
     @property
     def complete(self) -> bool:
         """Whether every cell has a run."""
         return all(self.best(cell) for cell in self.item.cells)
+
+    def left(self, seeds: int) -> float:
+        """The share of its runs, tuning included, that is still to be done."""
+        needed = [len(points(cell)) + seeds - 1 for cell in self.item.cells]
+        there = [min(count, sum(1 for _ in self._of(cell))) for count, cell in zip(needed, self.item.cells)]
+        return 1 - sum(there) / sum(needed)
 
     @property
     def done(self) -> int:
@@ -160,14 +181,27 @@ class Found:
             "experiment": brief(plan), "curve": _thin(run.rows, self.item.curve[0], names),
         }  # fmt: skip
         if cell.adapt is not None:
-            before = brief(plan)
-            entry["adapted"] = {key: value for key, value in brief(experiment).items() if before.get(key) != value}
-        place = ("row", "column", "point", "seed")
-        rest = [old for old in self.runs if any(old[key] != entry[key] for key in place)]
-        self.runs = [*rest, entry]
-        lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in self.runs)
+            entry["adapted"] = changes(plan, experiment)
+        if cell.after:
+            entry["followed"] = self._followed(cell, run.seed)
+        self.runs = [*_without(self.runs, entry), entry]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, f'{{"runs":[\n{lines}\n]}}\n'.encode())
+        with open(self.path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # others may be adding to the same item
+            stored = [*_without(_read(self.path), entry), entry]
+            lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in stored)
+            write_whole(self.path, f'{{"runs":[\n{lines}\n]}}\n'.encode())
+
+
+def changes(before: Experiment, after: Experiment) -> dict[str, Any]:
+    """The fields that differ."""
+    old = brief(before)
+    return json.loads(json.dumps({key: value for key, value in brief(after).items() if old.get(key) != value}))
+
+
+def _without(runs: list[dict[str, Any]], entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """All but the one that stood where this one stands."""
+    return [old for old in runs if any(old[key] != entry[key] for key in ("row", "column", "point", "seed"))]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
