@@ -193,7 +193,9 @@ def _deployment() -> Any:
 
 
 def _deployed(folder: Path) -> None:
-    _print({folder.parent.name: [runs.read(folder.parent.name, 0, folder).run]}, None, folder)
+    results = {folder.parent.name: [runs.read(folder.parent.name, 0, folder).run]}
+    _print(results, None, folder)
+    _exit(results)
 
 
 @app.command("list")

@@ -203,7 +203,7 @@ def _extreme(found: Found, column: str, pick: Any) -> float | None:
     if not found.complete:
         return None
     curves = [curve for row in found.item.rows for _, curve in found.curves(row, column, "largest_g2").values()]
-    return pick(max(curve) for curve in curves)
+    return pick(max(curve) for curve in curves) if curves else None
 
 
 def variants(scale: str, unit: str = "batch") -> Item:

@@ -21,7 +21,7 @@ def travel(message):
 class Standin:
     """Nodes that answer when their replies are pulled, some at a time, in an order of their own."""
 
-    def __init__(self, experiment, clients, folder, half=False, seed=0, spoil=None):
+    def __init__(self, experiment, clients, folder, half=False, seed=0, spoil=None, at_once=1):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, SERVER, 1
         config = {"experiment": json.dumps(experiment.dump()), "half": half}
         self.contexts = {
@@ -32,7 +32,7 @@ class Standin:
         }
         self.waiting, self.count, self.trained = {}, 0, []
         self.random, self.spoil = random.Random(seed), spoil or (lambda grid, message, reply: [reply])
-        self.bytes = 0
+        self.bytes, self.at_once = 0, at_once
 
     def get_node_ids(self):
         return list(self.contexts)
@@ -49,11 +49,12 @@ class Standin:
         return numbers
 
     def pull_messages(self, numbers):
-        """One of those asked for, drawn at random, so that replies come in any order."""
+        """Some of those asked for, drawn at random, so that replies come in any order."""
         there = [number for number in numbers if number in self.waiting]
-        if not there:
-            return []
-        number = self.random.choice(there)
+        chosen = self.random.sample(there, min(self.at_once, len(there)))
+        return [reply for number in chosen for reply in self._answer(number)]
+
+    def _answer(self, number):
         message = self.waiting.pop(number)
         context = self.contexts[message.metadata.dst_node_id]
         try:

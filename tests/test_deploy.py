@@ -11,9 +11,10 @@ import fedstride as fs
 from fedstride.algorithm import REGISTRY
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride[deploy]")
+from flwr.app import Error, Message  # noqa: E402
 from standin import Standin  # noqa: E402
 
-from fedstride.deploy import apps, network, wire  # noqa: E402
+from fedstride.deploy import apps, command, keys, network, wire  # noqa: E402
 from fedstride.deploy.server import serve  # noqa: E402
 
 CLIENTS = 4
@@ -23,7 +24,8 @@ description = partial(flower_description, clients=CLIENTS)
 
 
 def deployed(experiment, folder, **more):
-    grid = Standin(experiment, CLIENTS, folder / "nodes", half=more.get("half", False), spoil=more.pop("spoil", None))
+    own = {name: more.pop(name) for name in ("spoil", "at_once") if name in more}
+    grid = Standin(experiment, CLIENTS, folder / "nodes", half=more.get("half", False), **own)
     return serve(experiment, grid, folder / "run", "test", CLIENTS, timeout=5.0, **more), grid
 
 
@@ -96,6 +98,10 @@ def spoiled(kind, when=3):
             fields = {name: value * float("nan") for name, value in fields.items()}
         elif kind == "shape":
             fields = {name: value[:-1] for name, value in fields.items()}
+        elif kind == "short":
+            fields = {name: value[:1] for name, value in fields.items()}
+        elif kind in ("seconds", "loss"):
+            header[kind] = "soon"
         elif kind == "run":
             header["run"] = "another"
         elif kind == "steps":
@@ -112,7 +118,7 @@ def spoiled(kind, when=3):
     return spoil
 
 
-@pytest.mark.parametrize("kind", ["nan", "shape", "run", "steps", "field", "type"])
+@pytest.mark.parametrize("kind", ["nan", "shape", "run", "steps", "field", "type", "short", "seconds", "loss"])
 def test_a_spoilt_reply_is_rejected_and_the_memory_stays(kind, tmp_path):
     experiment = description("scaffold", rounds=4)
     over, grid = deployed(experiment, tmp_path, spoil=spoiled(kind))
@@ -140,7 +146,10 @@ def test_a_client_that_keeps_sending_rubbish_is_set_aside(tmp_path, capsys):
 
     over, grid = deployed(description("fedavg", rounds=6), tmp_path, spoil=spoil)
     assert [row["rejected"] for row in over.rows] == [1, 1, 1, 0, 0, 0]
-    assert grid.trained.count(2) == 1 + 3 and "client 2 has sent 3 useless uploads" in capsys.readouterr().err
+    assert (
+        grid.trained.count(2) == 1 + 3
+        and "client 2 has failed or sent useless uploads 3 times" in capsys.readouterr().err
+    )
 
 
 def test_a_client_whose_memory_is_gone_is_missed_in_words(tmp_path, capsys):
@@ -154,6 +163,89 @@ def test_a_client_whose_memory_is_gone_is_missed_in_words(tmp_path, capsys):
     over, _ = deployed(experiment, tmp_path, progress=lose)
     assert [row["clients"] for row in over.rows] == [4, 3, 3]
     assert "client 1 failed: this client's memory of job" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method, used", [("fedasync", 1), ("fedbuff", 2), ("dlsgd-homo", 2), ("asysg", 2)])
+def test_replies_that_come_together_do_not_all_count_at_once(method, used, tmp_path):
+    experiment = description(method, rounds=5)
+    over, _ = deployed(experiment, tmp_path, at_once=4)
+    assert [row["clients"] for row in over.rows] == [used] * 5
+    torch.testing.assert_close(over.x, simulated(experiment, over.timeline.trace()).x, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("method", ["fedagrac", "scaffold"])
+@pytest.mark.parametrize("jobs", range(5, 14, 2))
+def test_a_server_that_crashes_anywhere_in_a_round_goes_on_as_if_nothing_had_been(method, jobs, tmp_path):
+    experiment = description(method, rounds=3)
+    whole, _ = deployed(experiment, tmp_path / "whole")
+
+    def crash(grid, message, reply):
+        if len(grid.trained) == jobs:
+            raise KeyboardInterrupt
+        return [reply]
+
+    with pytest.raises(KeyboardInterrupt):
+        deployed(experiment, tmp_path, spoil=crash)
+    again, _ = deployed(experiment, tmp_path)
+    assert [row["clients"] for row in again.rows] == [row["clients"] for row in whole.rows]
+    torch.testing.assert_close(again.x, whole.x, rtol=1e-9, atol=1e-11)
+
+
+def failing(who, count):
+    """A node that fails its first jobs."""
+    left = {"count": count}
+
+    def spoil(grid, message, reply):
+        if message.metadata.message_type == "train" and message.metadata.dst_node_id == 100 + who and left["count"]:
+            left["count"] -= 1
+            return [Message(Error(code=0, reason="no power"), reply_to=message)]
+        return [reply]
+
+    return spoil
+
+
+def test_nobody_may_miss_a_prologue(tmp_path):
+    experiment = description("fedagrac")  # full gradients before the first round
+    over, _ = deployed(experiment, tmp_path, spoil=failing(2, 2))
+    assert over.rows[0]["clients"] == CLIENTS
+    torch.testing.assert_close(over.x, simulated(experiment).x, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("method", ["fedbuff", "dlsgd-homo", "dlsgd-hetero"])
+def test_a_node_that_fails_tries_again_and_one_that_keeps_failing_is_set_aside(method, tmp_path, capsys):
+    experiment = description(method, rounds=6)
+    once, _ = deployed(experiment, tmp_path / "once", spoil=failing(1, 1))
+    torch.testing.assert_close(once.x, simulated(experiment, once.timeline.trace()).x, rtol=1e-9, atol=1e-11)
+    gone, _ = deployed(experiment, tmp_path / "gone", spoil=failing(1, 10**6))
+    assert gone.status == "finished" and "client 1 has failed" in capsys.readouterr().err
+    assert all(job["client"] != 1 for job in gone.timeline.jobs if job["fate"] == "used")
+
+
+def test_an_asynchronous_run_in_which_nobody_is_usable_has_diverged(tmp_path):
+    def spoil(grid, message, reply):
+        if message.metadata.message_type == "train":
+            header, fields = wire.unpack(reply.content)
+            fields = {name: value * float("inf") for name, value in fields.items()}
+            reply.content = wire.pack(header, wire.rows(fields, torch.zeros(1, dtype=torch.float64)))
+        return [reply]
+
+    assert deployed(description("fedbuff"), tmp_path, spoil=spoil)[0].status == "diverged"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(method="fedlga", schedule={"name": "deadline", "seconds": 1.0, "late": "drop"}), "use late='cut'"),
+        (dict(method={"name": "dlsgd-hetero", "n": 2, "resend": True}), "leave resend out"),
+        (dict(method="fedavg", train_loss=True), "no train_loss"),
+    ],
+)
+def test_what_a_network_cannot_do_is_refused(changes, words, tmp_path):
+    experiment = description("fedavg", **changes) if "method" not in changes else fs.Experiment(
+        **description("fedavg").dump() | changes
+    )  # fmt: skip
+    with pytest.raises(fs.FedstrideError, match=words):
+        deployed(experiment, tmp_path)
 
 
 def test_what_is_sent_is_what_the_method_declares(tmp_path):
@@ -225,3 +317,35 @@ def test_half_precision_keeps_large_numbers():
 
     content = wire.pack({}, namedtuple("Up", "dx")(torch.tensor([1e9, -1e9, 0.5])), half=True)
     assert np.isfinite(wire.unpack(content)[1]["dx"]).all()
+
+
+def test_a_run_has_a_name_of_its_own_and_a_folder_of_its_own(tmp_path):
+    experiment = description("fedavg")
+    name = command._name(tmp_path / "a", experiment)
+    assert command._name(tmp_path / "a", experiment) != name  # nothing has run: a fresh start
+    (tmp_path / "a" / "run.json").write_text("{}")
+    name = (tmp_path / "a" / "name").read_text()
+    assert command._name(tmp_path / "a", experiment) == name
+    with pytest.raises(fs.FedstrideError, match="holds another experiment"):
+        command._name(tmp_path / "a", description("fedavg", lr=0.2))
+
+
+@pytest.mark.parametrize("host, keys, insecure, good", [
+    ("127.0.0.1", None, False, True), ("localhost", None, False, True), ("10.0.0.1", None, False, False),
+    ("fed.example.org", None, False, False), ("10.0.0.1", None, True, True), ("10.0.0.1", "keys", False, True),
+])  # fmt: skip
+def test_nothing_leaves_the_machine_in_the_clear_unasked(host, keys, insecure, good):
+    if good:
+        command.guard(host, keys, insecure)
+    else:
+        with pytest.raises(fs.FedstrideError, match="--insecure"):
+            command.guard(host, keys, insecure)
+
+
+def test_keys_are_secret_and_not_overwritten(tmp_path):
+    keys.write(tmp_path / "k", 2, ["10.0.0.1", "fed.example.org"])
+    for name in ("ca.key", "server.key", "node-0", "node-1"):
+        assert (tmp_path / "k" / name).stat().st_mode & 0o077 == 0
+    assert (tmp_path / "k" / "node-0.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
+    with pytest.raises(fs.FedstrideError, match="already holds keys"):
+        keys.write(tmp_path / "k", 1, [])

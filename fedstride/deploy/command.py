@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import secrets
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from fedstride import runs
 from fedstride.deploy import stack
 from fedstride.errors import FedstrideError
 from fedstride.experiment import Experiment
@@ -70,16 +72,30 @@ def _serve(
 ) -> Path:  # fmt: skip
     prepared = experiment.prepare(real=True)  # mistakes come out before anything starts
     folder = out / str(experiment.method) / f"seed-{experiment.seed}"
-    folder.mkdir(parents=True, exist_ok=True)
-    experiment.save(folder / "experiment.toml")
+    name = _name(folder, experiment)
     with link:
         started(link)
-        name = f"{out.name}-{experiment.seed}"
         settled = experiment.settled(len(prepared.classes))
         link.run(settled, name, folder, half, timeout, lambda line: _tell(line, experiment, err))
-    if not (folder / "run.json").exists():
-        raise FedstrideError(f"the run did not start; see {link.folder / 'executor.log'}")
+    record = runs.read(folder.parent.name, experiment.seed, folder)
+    if not record.ended:
+        raise FedstrideError(
+            f"the run ended early, after round {record.round}; the same command goes on; see the logs in {link.folder}"
+        )
     return folder
+
+
+def _name(folder: Path, experiment: Experiment) -> str:
+    """What tells this run from every other, also from an earlier one in the same place: drawn once, kept on disk."""
+    path = folder / "name"
+    if (folder / "run.json").exists() and path.exists():
+        if Experiment.load(folder / "experiment.toml").dump() != experiment.dump():
+            raise FedstrideError(f"{folder} holds another experiment; choose another folder with --out")
+        return path.read_text()
+    folder.mkdir(parents=True, exist_ok=True)
+    experiment.save(folder / "experiment.toml")
+    path.write_text(secrets.token_hex(8))
+    return path.read_text()
 
 
 def _tell(line: str, experiment: Experiment, err: Console) -> None:
@@ -92,5 +108,5 @@ def _tell(line: str, experiment: Experiment, err: Console) -> None:
         accuracy = f", accuracy {row['accuracy']:.3f}" if "accuracy" in row else ""
         where = f"round {row['round']}/{experiment.rounds}"
         err.print(f"{where}: {row['clients']} clients, {row['seconds']:.1f} s{accuracy}")
-    elif line.startswith(("client", "the reply", "error")):
-        err.print(line)
+    elif line.startswith(("client", "the reply")) or "FedstrideError: " in line:
+        err.print(line.rpartition("FedstrideError: ")[2])

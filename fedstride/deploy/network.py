@@ -7,6 +7,7 @@ send buffer holds replies that nobody has drawn yet.
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ class Network:
         schedule: Schedule,
         plan_job: Callable[[int, int], tuple[int, int, float]],
         seed: int,
+        expected: dict[str, dict[str, int]],
         half: bool = False,
         timeout: float = 600.0,
     ):
@@ -62,13 +64,16 @@ class Network:
         self.refused: set[int] = set()
         self.memories = Memories(())  # clients keep their own
         self._accepted: dict[int, str] = {}  # client -> the last job whose upload was used
+        self._durable: dict[int, str] = {}  # the same, as the last checkpoint has it
         self._strikes = dict.fromkeys(nodes, 0)  # rejected uploads in a row
-        self._names: dict[str, tuple[str, ...]] = {}  # exchange -> the fields of its uploads
+        self._expected = expected  # exchange -> the fields of its uploads and their lengths
         self._under_way: dict[str, Sent] = {}  # by Flower's message id
         self._gone: list[tuple[Job, str]] = []
         self._rejections = 0
         self._taken = dict.fromkeys(nodes, -1)  # the last version a client started from
         self._repeats = dict.fromkeys(nodes, 0)
+        self._retry: set[int] = set()  # their last job failed
+        self._arrived: deque[tuple[int, Answers | None]] = deque()  # read, and not needed yet
         self._slots: dict[int, Answers] = {}  # send buffers
         self._dispatches = 0
 
@@ -79,54 +84,71 @@ class Network:
 
     def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None) -> Iterator[Answers]:
         """Ask a cohort and wait for all of it, or until nothing more can be hoped for."""
-        self.sent += len(jobs.clients)
         budget = deadline.seconds if deadline is not None and exchange.name == "train" else 0.0
-        for row in range(len(jobs.clients)):
-            if self._strikes[int(jobs.clients[row])] < PATIENCE:
-                self._push(exchange, message, jobs.take(slice(row, row + 1)), budget)
+        work = {int(client): jobs.take(slice(row, row + 1)) for row, client in enumerate(jobs.clients)}
+        for client, job in work.items():
+            if client not in self._aside:
+                self._push(exchange, message, job, budget)
         until = self.now + self._timeout
         while self._under_way:
-            for _, answers in self._pull():
+            for client, answers in list(self._pull()):
                 if answers is not None:
                     yield answers
-            if self._under_way and self.now > until:
-                late = sorted(sent.header["client"] for sent in self._under_way.values())
-                if exchange.insist:
-                    raise FedstrideError(
-                        f"clients {late} have not answered for {self._timeout:g} s, and nobody may miss this"
-                    )
+                elif exchange.insist and self.now < until:
+                    self._push(exchange, message, work[client], budget)  # nobody may miss this
+            late = sorted(sent.header["client"] for sent in self._under_way.values())
+            if late and self.now > until:
                 _say(f"clients {late} have not answered for {self._timeout:g} s; the round goes on without them")
+                self._gone += [(self._job(sent), "lost") for sent in self._under_way.values()]
                 self._under_way.clear()
-            elif self._under_way:
+            elif late:
                 time.sleep(POLL)
+        if exchange.insist and not all(client in self._accepted for client in work):
+            missing = sorted(client for client in work if client not in self._accepted)
+            raise FedstrideError(f"clients {missing} have not answered before the first round, which nobody may miss")
 
     def gather(self, exchange: Exchange, message: Any, version: int) -> Iterator[Answers]:
         """Keep clients at work and yield replies until the schedule lets the server act."""
+        drawing = isinstance(self._schedule, SendBuffers)
         draws = self._draws(version)
-        missing = len(draws) or self._size
+        missing = len(draws) if drawing else self._size
         quiet, self._rejections = self.now, 0
         for client in [client for client in draws if client in self._slots]:
             missing -= 1
             yield _counted(self._slots.pop(client), draws.pop(client))
         while missing > 0 and len(self.refused) < len(self._nodes):
             self._dispatch(exchange, message, version)
-            for client, answers in self._pull():
-                quiet = self.now
+            self._arrived.extend(self._pull())
+            while self._arrived and missing > 0:
+                client, answers = self._arrived.popleft()
                 if answers is None:
-                    self._taken[client] = -1  # it may start from the same model again
-                elif isinstance(self._schedule, SendBuffers) and client not in draws:
-                    self._slots[client] = answers  # overwrites what lay there
-                else:
-                    before = self._rejections
-                    yield _counted(answers, draws.pop(client, 1))
-                    # A rejected update does not count as an arrival, unless the server asked for it by name.
-                    missing -= 1 if isinstance(self._schedule, SendBuffers) else 1 - (self._rejections - before)
+                    self._retry.add(client)  # it may start from the same model again
+                    continue
+                quiet = self.now
+                if drawing and client not in draws:
+                    old = self._slots.get(client)
+                    if old is not None:
+                        self._gone.append((_job_of(old), "overwritten"))
+                    self._slots[client] = answers
+                    continue
+                before = self._rejections
+                yield _counted(answers, draws.pop(client, 1))
+                # A rejected update does not count as an arrival, unless the server asked for it by name.
+                missing -= 1 if drawing else 1 - (self._rejections - before)
+            for client in [client for client in draws if client in self._aside]:
+                draws.pop(client)
+                missing -= 1
             if missing > 0:
                 if self.now - quiet > self._timeout:
                     raise FedstrideError(
                         f"no client has answered for {self._timeout:g} s, and the server waits for {missing} updates"
                     )
                 time.sleep(POLL)
+
+    @property
+    def _aside(self) -> set[int]:
+        """Clients that have failed too often in a row."""
+        return {client for client, strikes in self._strikes.items() if strikes >= PATIENCE}
 
     @property
     def _size(self) -> int:
@@ -144,7 +166,8 @@ class Network:
     def _dispatch(self, exchange: Exchange, message: Any, version: int) -> None:
         """Give work to clients that have none: some, drawn by key, or whoever has not had this model."""
         busy = {sent.header["client"] for sent in self._under_way.values()}
-        idle = [client for client in self._nodes if client not in busy and self._strikes[client] < PATIENCE]
+        busy |= {client for client, _ in self._arrived}
+        idle = [client for client in self._nodes if client not in busy and client not in self._aside]
         if isinstance(self._schedule, Buffered):
             room = (self._schedule.concurrency or len(self._nodes)) - len(busy)
             while room > 0 and idle:
@@ -153,15 +176,15 @@ class Network:
                 self._start(exchange, message, version, idle.pop(place))
             return
         for client in idle:
-            if self._taken[client] < version:
+            if self._taken[client] < version or client in self._retry:
                 self._start(exchange, message, version, client)
 
     def _start(self, exchange: Exchange, message: Any, version: int, client: int) -> None:
         self._repeats[client] = self._repeats[client] + 1 if self._taken[client] == version else 0
         self._taken[client] = version
+        self._retry.discard(client)
         target, steps, lr = self._plan_job(client, version)
         columns = (client, version, self._repeats[client], target, steps, lr, 1)
-        self.sent += 1
         self._push(exchange, message, Jobs(*(np.array([value]) for value in columns)), 0.0)
 
     def _push(self, exchange: Exchange, message: Any, job: Jobs, budget: float) -> None:
@@ -173,13 +196,15 @@ class Network:
             "run": self._run, "client": client, "version": int(job.versions[0]), "repeat": int(job.repeats[0]),
             "stage": stage, "exchange": names.index(exchange.name), "target": int(job.targets[0]),
             "steps": int(job.steps[0]), "lr": float(job.lr[0]), "budget": budget, "fleet": len(self._nodes),
-            "accepted": self._accepted.get(client, ""),
+            "trains": exchange.name == "train", "accepted": self._accepted.get(client, ""),
+            "durable": self._durable.get(client, ""),
         }  # fmt: skip
         content = wire.pack(header, message, self._half)
         request = Message(
             content, dst_node_id=self._nodes[client], message_type="train", group_id=str(header["version"])
         )
         (number,) = self._grid.push_messages([request])
+        self.sent += 1
         self._under_way[number] = Sent(header, int(job.times[0]), self.now)
 
     def _pull(self) -> Iterator[tuple[int, Answers | None]]:
@@ -191,42 +216,39 @@ class Network:
             client = sent.header["client"]
             if reply.has_error():
                 _say(f"client {client} failed: {reply.error.reason}")
+                self._strike(client)
                 self._gone.append((self._job(sent), "lost"))
                 yield client, None
                 continue
             yield client, self._read(reply.content, sent)
 
-    def _read(self, content: Any, sent: Sent) -> Answers | None:
+    def _read(self, content: Any, sent: Sent) -> Answers:
         """A reply as an answer; what is not of the right form becomes an upload that is not finite, and is rejected."""
-        asked, names = sent.header, self._names.get(self._place(sent.header))
+        asked, expected = sent.header, self._expected[self._place(sent.header)]
         try:
             header, fields = wire.unpack(content)
             told = {name: header.get(name) for name in ECHO}
             if told != {name: asked[name] for name in ECHO}:
                 raise FedstrideError(f"it answers {told}")
-            if names is not None and set(fields) != set(names):
-                raise FedstrideError(f"it has the fields {sorted(fields)}, not {sorted(names)}")
-            for name, value in fields.items():
-                if not isinstance(value, Tensor) or value.numel() not in (1, self._x.numel()):
-                    raise FedstrideError(f"its {name} is not a vector of the model's length, {self._x.numel()}")
-            steps = int(header["steps"])
-            if not 1 <= steps <= asked["steps"]:
-                raise FedstrideError(f"it claims {steps} steps of {asked['steps']}")
-        except (FedstrideError, KeyError, TypeError, ValueError) as error:
+            lengths = {name: value.numel() if isinstance(value, Tensor) else 0 for name, value in fields.items()}
+            if lengths != expected:
+                raise FedstrideError(f"it has fields of the lengths {lengths}, not {expected}")
+            steps, seconds, loss = int(header["steps"]), float(header["seconds"]), float(header.get("loss", 0.0))
+            if not 1 <= steps <= asked["steps"] or not 0 <= seconds < float("inf"):
+                raise FedstrideError(f"it claims {steps} steps of {asked['steps']} in {seconds} s")
+            trained = "loss" in header
+        except (FedstrideError, KeyError, TypeError, ValueError, OverflowError) as error:
             _say(f"the reply of client {asked['client']} is refused: {error}")
-            if names is None:
-                return None
-            nothing = torch.full((self._x.numel(),), float("nan"))
-            header, fields, steps = {"seconds": 0.0}, dict.fromkeys(names, nothing), asked["steps"]
-        self._names.setdefault(self._place(asked), tuple(fields))
+            fields = {name: torch.full((length,), float("nan")) for name, length in expected.items()}
+            steps, seconds, loss, trained = asked["steps"], 0.0, float("nan"), asked["trains"]
         columns = (
             asked["client"], asked["version"], asked["repeat"], asked["target"], steps, asked["lr"], sent.times
         )  # fmt: skip
         arrival = self.now
-        span = np.array([[max(sent.at, arrival - float(header["seconds"])), arrival, arrival]])
-        loss = torch.tensor([header["loss"]], dtype=self._x.dtype) if "loss" in header else None
-        upload = wire.rows(fields, self._x)
-        return Answers(Jobs(*(np.array([value]) for value in columns)), upload, asked, loss, span)
+        span = np.array([[max(sent.at, arrival - seconds), arrival, arrival]])
+        losses = torch.tensor([loss], dtype=self._x.dtype) if trained else None
+        job = Jobs(*(np.array([value]) for value in columns))
+        return Answers(job, wire.rows(fields, self._x), asked, losses, span)
 
     @staticmethod
     def _place(header: dict[str, Any]) -> str:
@@ -241,14 +263,19 @@ class Network:
         """Remember whose upload was used; the next request tells the client."""
         header, good = answers.memory, bool(used[0])
         client = header["client"]
-        self._strikes[client] = 0 if good else self._strikes[client] + 1
-        if self._strikes[client] == PATIENCE:
-            _say(f"client {client} has sent {PATIENCE} useless uploads in a row and is set aside")
         if good:
+            self._strikes[client] = 0
             self._accepted[client] = job_name(header)
-            self.refused.clear()
+            self.refused = set(self._aside)
         else:
+            self._strike(client)
             self._rejections += 1
+            self.refused.add(client)
+
+    def _strike(self, client: int) -> None:
+        self._strikes[client] += 1
+        if self._strikes[client] == PATIENCE:
+            _say(f"client {client} has failed or sent useless uploads {PATIENCE} times in a row and is set aside")
             self.refused.add(client)
 
     def gone(self) -> list[tuple[Job, str]]:
@@ -261,14 +288,25 @@ class Network:
         return [self._job(sent)._replace(lost=False) for sent in self._under_way.values()]
 
     def dump(self) -> dict[str, Any]:
-        """What a restarted server must know: whose uploads it has used. Jobs under way are asked for again."""
-        return {"accepted": list(map(list, self._accepted.items())), "dispatches": self._dispatches}
+        """What a restarted server must know: whose uploads it has used. All else under way is asked for again."""
+        self._durable = dict(self._accepted)
+        return {
+            "accepted": list(map(list, self._accepted.items())), "dispatches": self._dispatches,
+            "strikes": list(map(list, self._strikes.items())),
+        }  # fmt: skip
 
     def load(self, stored: dict[str, Any], now: float) -> None:
         """Undo `dump`."""
         self._accepted = {client: job for client, job in stored["accepted"]}
+        self._durable, self._strikes = dict(self._accepted), {client: count for client, count in stored["strikes"]}
         self._dispatches = stored["dispatches"]
         self._origin = time.monotonic() - now
+
+
+def _job_of(answers: Answers) -> Job:
+    header, (start, end, _) = answers.memory, answers.spans[0].tolist()
+    names = ("client", "version", "repeat", "target", "steps", "lr")
+    return Job(**{name: header[name] for name in names}, start=start, end=end, lost=False)
 
 
 def _counted(answers: Answers, times: int) -> Answers:

@@ -1,12 +1,10 @@
 """A client's life: one request, one answer, and a memory on its own disk.
 
 A node computes what the simulator would compute for this client, with the same keys, on its own data alone. Its memory
-is provisional until the server has used the upload it came with: the file holds the last two, and the next request
-names the job whose upload was accepted.
+is provisional until the server has used the upload it came with: the next request names the job that was accepted.
 """
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -34,53 +32,47 @@ ECHO = ("run", "client", "version", "repeat", "stage", "exchange")  # what tells
 
 
 class Memory:
-    """What a client remembers, on disk: committed, and pending until the server says that it was used."""
+    """What a client remembers, on disk: one version a job, as long as the server may still come back to it.
+
+    The server names the last job whose upload it used, and the last one that its checkpoint knows of: a server that
+    starts again after a crash goes on from there.
+    """
 
     def __init__(self, path: Path, initial: Any):
         self._path, self._initial = path, as_rows(initial)
         self._names = getattr(self._initial, "_fields", ())
-        self.committed, self.pending = "", ""  # names of jobs
-        self._tensors: dict[str, Tensor] = {}
+        self._versions: dict[str, dict[str, Tensor]] = {}  # job -> fields
         if self._names and path.exists():
-            data = path.read_bytes()
             try:
-                self._tensors = safetensors.torch.load(data)
-                length = int.from_bytes(data[:8], "little")
-                about = json.loads(data[8 : 8 + length])["__metadata__"]
-                self.committed, self.pending = about["committed"], about["pending"]
+                for name, value in safetensors.torch.load(path.read_bytes()).items():
+                    job, _, field = name.partition("/")
+                    self._versions.setdefault(job, {})[field] = value
             except Exception:  # whatever a damaged file may bring
                 raise FedstrideError(f"{path} is damaged; this client cannot go on with its memory") from None
 
-    def settle(self, accepted: str) -> None:
-        """The server names the last job whose upload it used."""
-        if not self._names or accepted == self.committed:
-            return
-        if accepted != self.pending:
+    def get(self, accepted: str, durable: str) -> Any:
+        """The memory of an accepted job; those that nobody will name again are forgotten."""
+        if not self._names:
+            return ()
+        self._versions = {job: kept for job, kept in self._versions.items() if job in (accepted, durable)}
+        if not accepted:
+            return self._initial
+        if accepted not in self._versions:
             raise FedstrideError(
                 f"this client's memory of job {accepted} is lost; it cannot take part in this run any more"
             )
-        for name in self._names:
-            self._tensors[f"committed.{name}"] = self._tensors.pop(f"pending.{name}")
-        self.committed, self.pending = accepted, ""
-
-    def get(self) -> Any:
-        """The committed memory."""
-        if not self._names:
-            return ()
-        if not self.committed:
-            return self._initial
-        return type(self._initial)(*(self._tensors[f"committed.{name}"] for name in self._names))
+        return type(self._initial)(*(self._versions[accepted][name] for name in self._names))
 
     def put(self, job: str, memory: Any) -> None:
-        """A new memory, pending."""
+        """A new memory, which counts once the server names its job."""
         if not self._names:
             return
-        self.pending = job
-        for name, value in zip(self._names, memory):
-            self._tensors[f"pending.{name}"] = value.detach().cpu().contiguous().clone()
-        about = {"committed": self.committed, "pending": self.pending}
+        self._versions[job] = {
+            name: value.detach().cpu().contiguous().clone() for name, value in zip(self._names, memory)
+        }
+        tensors = {f"{job}/{name}": value for job, kept in self._versions.items() for name, value in kept.items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path, safetensors.torch.save(self._tensors, about))
+        write_whole(self._path, safetensors.torch.save(tensors))
 
 
 class Node:
@@ -106,7 +98,7 @@ class Node:
 
     def facts(self) -> dict[str, Any]:
         """What the server must know before it starts."""
-        return {"client": self.client, "size": int(self.clients.sizes[0]), "parameters": len(self.vector.x)}
+        return {"client": self.client, "size": int(self.clients.sizes[0])}
 
     @torch.no_grad()
     def answer(self, header: dict[str, Any], fields: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -114,11 +106,11 @@ class Node:
         if header["client"] != self.client:
             raise FedstrideError(f"a request for client {header['client']} came to client {self.client}")
         exchange = self._exchange(header)
-        kind = type(exchange.message(self.method.init(self.vector.x, _anybody(int(header["fleet"]), self.vector.x))))
+        kind = type(exchange.message(self.method.init(self.vector.x, anybody(int(header["fleet"]), self.vector.x))))
         memory = Memory(
             self.folder / f"{header['run']}-{self.client}.safetensors", self.method.init_client(self.vector.x)
         )
-        memory.settle(header["accepted"])
+        mine = memory.get(header["accepted"], header["durable"])
         start = time.monotonic()
         steps = self._within(header, exchange)
         jobs = Jobs(*(np.array([value]) for value in (
@@ -127,7 +119,7 @@ class Node:
         device = self.vector.x.device
         keys = job_keys(self.seed, exchange.name, *(torch.as_tensor(column, device=device) for column in jobs[:3]))
         work = Work(self.oracle, self.sampler, jobs._replace(clients=np.zeros(1, dtype=np.int64)), keys, self.local)
-        upload, new = exchange.client(work, wire.rows(fields, self.vector.x, kind), memory.get())
+        upload, new = exchange.client(work, wire.rows(fields, self.vector.x, kind), mine)
         memory.put(job_name(header), new)
         reply = {name: header[name] for name in ECHO} | {"steps": int(steps), "seconds": time.monotonic() - start}
         if work.train_loss is not None:
@@ -158,7 +150,7 @@ def job_name(header: dict[str, Any]) -> str:
     return f"{header['version']}.{header['repeat']}.{header['stage']}.{header['exchange']}"
 
 
-def _anybody(count: int, x: Tensor) -> Fleet:
+def anybody(count: int, x: Tensor) -> Fleet:
     """A fleet of so many, to see what a message looks like; its numbers are not used."""
     return Fleet(
         torch.full((count,), 1 / count, dtype=torch.float64, device=x.device), torch.ones(count, device=x.device)

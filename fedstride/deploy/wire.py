@@ -1,6 +1,6 @@
 """What travels: a header of plain values, and the vectors the method declares, nothing else.
 
-Vectors go as arrays of the run's type, or of float16 if the run says so; numbers of single clients stay in float64.
+Vectors go as arrays of the run's type, or of float16 if the run says so; single numbers stay as they are.
 Every request and reply names run, client, version, repeat and exchange, so one that is late, doubled or from elsewhere
 is known as such.
 """
@@ -32,8 +32,8 @@ def pack(header: dict[str, Any], fields: Any, half: bool = False) -> RecordDict:
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:
-    """In float16; what does not fit becomes the largest number that does, since infinity would be thrown away."""
-    return np.clip(array, -HALF, HALF).astype(np.float16)
+    """In float16; a finite number that does not fit becomes the largest that does."""
+    return np.where(np.isfinite(array), np.clip(array, -HALF, HALF), array).astype(np.float16)
 
 
 def unpack(content: RecordDict) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -41,7 +41,7 @@ def unpack(content: RecordDict) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         header = dict(content.config_records["header"])
         arrays = {name: array.numpy() for name, array in content.array_records["vectors"].items()}
-    except (KeyError, ValueError, TypeError, OSError) as error:
+    except (KeyError, ValueError, TypeError, OSError, EOFError) as error:
         raise FedstrideError(f"a message without header and vectors came: {error!r}") from None
     fields: dict[str, Any] = {}
     for name, array in arrays.items():
