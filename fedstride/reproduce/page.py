@@ -167,10 +167,10 @@ def picture(found: Found) -> Any:
     item = found.item
     metric, against = item.curve
     rows = [row for row in item.rows if any(found.curves(row, column, metric, against) for column in item.columns)]
-    across = min(3, max(1, len(rows)))
+    across = 2 if len(rows) == 4 else min(3, max(1, len(rows)))
     down = max(1, math.ceil(len(rows) / across))
     figure = Figure(figsize=(3.6 * across + 2.2, 2.7 * down + 0.5), layout="constrained")
-    axes = figure.subplots(down, across, squeeze=False).flat
+    axes = list(figure.subplots(down, across, squeeze=False).flat)
     colours = {column: f"C{number % 10}" for number, column in enumerate(item.columns)}
     for row, axis in zip(rows, axes):
         for column in item.columns:
@@ -186,7 +186,7 @@ def picture(found: Found) -> Any:
         axis.grid(alpha=0.25)
         if item.log:
             axis.set_yscale("log")
-    for axis in list(axes)[len(rows) :]:
+    for axis in axes[len(rows) :]:
         axis.set_visible(False)
     figure.supxlabel(against, fontsize=9)
     figure.supylabel(metric, fontsize=9)
