@@ -89,8 +89,10 @@ class Graph(Vmap):
 
     def _record(self, size: int, y: Tensor, batch: Batch) -> Recording:
         """Run it on a side stream until all memory is found, as capture asks for, then capture it."""
-        own_y = y[:1].expand(size, -1).contiguous()
-        own = Batch(*(None if part is None else part[:1].expand(size, *part.shape[1:]).contiguous() for part in batch))  # type: ignore[arg-type]
+        own_y = y[:1].repeat(
+            size, 1
+        )  # a copy, also of a single row: what is replayed must not write into the caller's y
+        own = Batch(*(None if part is None else part[:1].repeat(size, *[1] * (part.dim() - 1)) for part in batch))  # type: ignore[arg-type]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -462,6 +462,7 @@ def test_recordings_equal_vmap_at_every_size(dtype, weighted):
     each = (fs.losses.cross_entropy.each, "mean")
     graph, vmap = (make(name, model, fs.losses.cross_entropy, each) for name in ("graph", "vmap"))
     torch.manual_seed(0)
+    held = []
     for _ in range(5):
         for rows in (13, 12, 11, 5, 1):  # padded, exact, padded, small, single
             y = model.x + 0.01 * torch.randn(rows, len(model.x), dtype=dtype, device="cuda")
@@ -477,6 +478,8 @@ def test_recordings_equal_vmap_at_every_size(dtype, weighted):
             lr = torch.full((rows, 1), 0.1, dtype=dtype, device="cuda")
             torch.testing.assert_close(graph.step(mine, lr, batch), vmap.step(other, lr, batch))
             torch.testing.assert_close(mine, other)
+            held.append((y, y.clone()))
+    assert all(torch.equal(y, before) for y, before in held)  # nobody's model is written to
     assert sorted(shape[0] for shape in graph._recordings) == [1, 5, 12, 14]
 
 

@@ -60,7 +60,7 @@ class Verdict:
                 f"{self.count('agrees')} of {known} orderings as printed ({self.sure} beyond the spread over seeds), "
                 f"{self.count('disagrees')} reversed, {self.count('tied')} tied"
             )
-        if self.claims:
+        if self.told:
             words.append(f"{self.held} of {self.told} claims hold")
         return "; ".join(words)
 

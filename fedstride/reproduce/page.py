@@ -136,7 +136,7 @@ def _verdict(verdict: Verdict) -> list[str]:
     for claim, holds in verdict.claims:
         if holds is not None:
             lines.append(f"* {'Holds' if holds else 'Does not hold'}: {claim}.")
-    return [*lines, ""] if verdict.claims else lines
+    return [*lines, ""] if verdict.told else lines
 
 
 def _made(found: Found) -> str:
