@@ -605,3 +605,12 @@ def test_a_course_written_down_and_read_again_goes_on_alike(kind):
     other.load(json.loads(json.dumps(one.dump())))
     assert play(one, 20, 40) == play(other, 20, 40)
     assert one.dump() == other.dump()
+
+
+def test_numbers_in_messages_of_several_versions_become_a_column():
+    from fedstride.simulator import _stacked
+
+    like = torch.zeros(1, dtype=torch.float64)
+    assert _stacked((1.5, 1.5), like) == 1.5
+    assert _stacked((1.0, 2.0), like).tolist() == [[1.0], [2.0]]
+    assert _stacked((like[None], like[None] + 1), like).tolist() == [[0.0], [1.0]]
