@@ -33,7 +33,7 @@ from fedstride.losses import LossFunction
 from fedstride.vector import KeyedDropout, VectorModel, rewind
 
 BACKENDS = ("sequential", "vmap", "graph")
-TRIES, TRACES = 50, 100  # a shape is traced when it comes the 50th time, which is when it pays; so many shapes at most
+TRIES, TRACES = 400, 100  # a shape is traced when it has come so often that it pays; so many shapes at most
 VMAP_LIMIT = 100_000  # parameters; beyond, a client's own matrices fill the cores of a CPU
 
 
