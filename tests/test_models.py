@@ -181,3 +181,17 @@ def test_squared_hinge_refuses_other_labels(kind):
     clients = fs.Clients.from_arrays([(np.ones((3, 4)), np.array([0, 1, 1], dtype=kind))])
     with pytest.raises(fs.FedstrideError, match=r"the loss is for labels \(-1, 1\), but a client has (0|False)"):
         fs.simulate("fedavg", fs.models.make("svm-fedveca", inputs=4), clients, loss=squared_hinge, rounds=1)
+
+
+def test_even_and_odd_labels_by_hand():
+    scores, digits = torch.tensor([0.5, 0.5, -2.0]), torch.tensor([4, 7, 3])  # right, wrong, right beyond the margin
+    assert fs.losses.parity_hinge(scores, digits).item() == pytest.approx((0.125 + 1.125 + 0) / 3)
+    assert fs.models.parity_accuracy(scores, digits).item() == pytest.approx(2 / 3)
+
+
+def test_the_penalty_of_weight_decay_is_in_the_rows():
+    clients = fleet((1, 8, 8), 10)
+    model, test = fs.models.make("logistic", inputs=(1, 8, 8)), clients.data(0)
+    result = fs.simulate("fedavg", model, clients, rounds=1, weight_decay=0.1, test=test)
+    assert result.rows[-1]["penalty"] == pytest.approx(0.05 * float(result.x.double().square().sum()))
+    assert "penalty" not in fs.simulate("fedavg", model, clients, rounds=1, test=test).rows[-1]

@@ -10,8 +10,7 @@ from functools import cache
 import torch
 
 from fedstride import devices, models
-from fedstride.algorithm import REGISTRY, Algorithm
-from fedstride.experiment import FLEETS, Choice, Experiment
+from fedstride.experiment import FLEETS, Choice, Experiment, build
 from fedstride.reproduce.items import Item
 from fedstride.reproduce.store import points
 
@@ -36,7 +35,7 @@ def _run(experiment: Experiment, kind: str) -> float:
         return cohorts * LAUNCH[kind]
     shape, classes = SHAPES.get(name, (100,)), 100 if name == "cifar-100" else 10
     example = _operations(experiment.model.name, shape, classes)
-    passes = experiment.rounds * EXAMPLES.get(name, 30_000) * _method(experiment).full_gradients
+    passes = experiment.rounds * EXAMPLES.get(name, 30_000) * experiment.make_method().full_gradients
     return max((steps * batch + passes) * example / RATES[kind], cohorts * LAUNCH[kind])
 
 
@@ -49,7 +48,7 @@ def _operations(name: str, shape: tuple[int, ...], classes: int) -> float:
 
 def _steps(experiment: Experiment) -> tuple[float, float]:
     """Client steps of a run, and how many steps of a whole cohort these are."""
-    method = _method(experiment)
+    method = experiment.make_method()
     part = experiment.data if experiment.data.name in FLEETS else experiment.partition
     clients = 20 if part is None else part.options.get("clients", 20)
     cohort = clients
@@ -57,21 +56,12 @@ def _steps(experiment: Experiment) -> tuple[float, float]:
         cohort = experiment.participation.options["n"]
     each = method.local_steps or _each(experiment, clients)
     if experiment.seconds is not None and experiment.world is not None and method.schedule.asynchronous:
-        per_job = each * devices.resolve(_devices(experiment), clients, 0) + _transfers(experiment)
+        per_job = each * devices.resolve(build("devices", experiment.world.devices), clients, 0) + _transfers(
+            experiment
+        )
         total = experiment.seconds * float((each / per_job).sum())
         return total, total / clients
     return experiment.rounds * cohort * each, experiment.rounds * each
-
-
-def _method(experiment: Experiment) -> Algorithm:
-    return REGISTRY[experiment.method.name](**experiment.method.options)
-
-
-def _devices(experiment: Experiment):
-    from fedstride.experiment import build
-
-    assert experiment.world is not None
-    return build("devices", experiment.world.devices)
 
 
 def _transfers(experiment: Experiment) -> float:

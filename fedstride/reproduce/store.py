@@ -85,8 +85,8 @@ class Found:
         if run["experiment"] != brief(experiment):
             return False
         if cell.after:
-            return run["followed"] == self._followed(cell, run["seed"])
-        return cell.adapt is None or run["adapted"] == changes(experiment, cell.adapt(experiment, 0))
+            return run.get("followed") == self._followed(cell, run["seed"])
+        return cell.adapt is None or run.get("adapted") == changes(experiment, cell.adapt(experiment, 0))
 
     def _followed(self, cell: Cell, seed: int) -> int | None:
         """Client steps of the run that this one goes by; None while there is none."""
