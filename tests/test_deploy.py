@@ -14,7 +14,7 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride
 from flwr.app import Error, Message  # noqa: E402
 from standin import Standin  # noqa: E402
 
-from fedstride.deploy import apps, command, keys, network, wire  # noqa: E402
+from fedstride.deploy import apps, cli, keys, network, wire  # noqa: E402
 from fedstride.deploy.server import serve  # noqa: E402
 
 CLIENTS = 4
@@ -321,13 +321,13 @@ def test_half_precision_keeps_large_numbers():
 
 def test_a_run_has_a_name_of_its_own_and_a_folder_of_its_own(tmp_path):
     experiment = description("fedavg")
-    name = command._name(tmp_path / "a", experiment)
-    assert command._name(tmp_path / "a", experiment) != name  # nothing has run: a fresh start
+    name = cli._name(tmp_path / "a", experiment)
+    assert cli._name(tmp_path / "a", experiment) != name  # nothing has run: a fresh start
     (tmp_path / "a" / "run.json").write_text("{}")
     name = (tmp_path / "a" / "name").read_text()
-    assert command._name(tmp_path / "a", experiment) == name
+    assert cli._name(tmp_path / "a", experiment) == name
     with pytest.raises(fs.FedstrideError, match="holds another experiment"):
-        command._name(tmp_path / "a", description("fedavg", lr=0.2))
+        cli._name(tmp_path / "a", description("fedavg", lr=0.2))
 
 
 @pytest.mark.parametrize("host, keys, insecure, good", [
@@ -336,10 +336,10 @@ def test_a_run_has_a_name_of_its_own_and_a_folder_of_its_own(tmp_path):
 ])  # fmt: skip
 def test_nothing_leaves_the_machine_in_the_clear_unasked(host, keys, insecure, good):
     if good:
-        command.guard(host, keys, insecure)
+        cli.guard(host, keys, insecure)
     else:
         with pytest.raises(fs.FedstrideError, match="--insecure"):
-            command.guard(host, keys, insecure)
+            cli.guard(host, keys, insecure)
 
 
 def test_keys_are_secret_and_not_overwritten(tmp_path):
@@ -349,3 +349,11 @@ def test_keys_are_secret_and_not_overwritten(tmp_path):
     assert (tmp_path / "k" / "node-0.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
     with pytest.raises(fs.FedstrideError, match="already holds keys"):
         keys.write(tmp_path / "k", 1, [])
+
+
+def test_without_flower_one_sentence_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("subprocess.run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError("flower-supernode")))
+    with pytest.raises(fs.FedstrideError, match="Flower is not installed"):
+        cli.client(server="127.0.0.1:1", number=0, memory=tmp_path)
+    with pytest.raises(fs.FedstrideError, match="there is no file"):
+        cli.client(server="127.0.0.1:1", number=0, memory=tmp_path, data=tmp_path / "none.npz")

@@ -1,5 +1,10 @@
 """`fedstride deploy local | server | client | keys`."""
 
+import ipaddress
+import json
+import secrets
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,12 +12,12 @@ import typer
 
 from fedstride import runs
 from fedstride.arguments import Items, description
+from fedstride.deploy import stack
 from fedstride.errors import FedstrideError
 from fedstride.experiment import Experiment
 from fedstride.terminal import end, err, show
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
 
 Home = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")]
 Half = Annotated[bool, typer.Option("--half", help="Send vectors as float16.")]
@@ -24,8 +29,17 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Send in the clear, a
 @app.command()
 def local(items: Items = None, out: Home = Path("runs/deploy"), half: Half = False, timeout: Timeout = 600.0) -> None:
     """Server and clients on this machine, one process each, as many as the partition has clients."""
-    command = _deployment()
-    _deployed(command.local(Experiment.parse(description(items, None)), out, half, timeout, err))
+    experiment = Experiment.parse(description(items, None))
+    clients = None if experiment.partition is None else experiment.partition.options.get("clients")
+    if not clients:
+        raise FedstrideError("deploy local needs a partition with a number of clients, such as partition.clients=3")
+
+    def started(running: stack.Stack) -> None:
+        for number in range(int(clients)):
+            running.start(number)
+
+    err.print(f"starting Flower's link and {clients} nodes; what they say is in {out / 'flower-stack'}")
+    _serve(experiment, stack.Stack(out / "flower-stack", int(clients)), out, half, timeout, started)
 
 
 @app.command()
@@ -38,8 +52,11 @@ def server(
     timeout: Timeout = 600.0,
 ) -> None:  # fmt: skip
     """The server of a federation; started again in the same folder, it goes on."""
-    command, experiment = _deployment(), Experiment.parse(description(items, None))
-    _deployed(command.server(experiment, out, clients, host, port, keys, insecure, half, timeout, err))
+    experiment = Experiment.parse(description(items, None))
+    guard(host, keys, insecure)
+    words = f"waiting for {clients} clients; each runs: fedstride deploy client --server HOST:{port} --number K ..."
+    link = stack.Stack(out / "flower-stack", clients, host, port, keys)
+    _serve(experiment, link, out, half, timeout, lambda running: err.print(words))
 
 
 @app.command()
@@ -51,32 +68,89 @@ def client(
     keys: Keys = None, insecure: Insecure = False,
 ) -> None:  # fmt: skip
     """A client of a federation, until it is stopped. Without --data it takes its part of the experiment's data set."""
-    raise typer.Exit(_deployment().client(server, number, data, memory, keys, insecure))
+    guard(server.rpartition(":")[0], keys, insecure)
+    if keys is not None and not (keys / f"node-{number}").exists():
+        raise FedstrideError(f"{keys} has no node-{number}; `fedstride deploy keys` makes it where the server is")
+    if data is not None and not data.exists():
+        raise FedstrideError(f"there is no file {data}")
+    memory.mkdir(parents=True, exist_ok=True)
+    arguments = stack.node(server, number, memory.resolve(), data, keys)
+    try:
+        done = subprocess.run(arguments, env=stack.environment(memory.resolve() / "flower"))
+    except FileNotFoundError:
+        raise FedstrideError(stack.MISSING) from None
+    raise typer.Exit(done.returncode)
 
 
-@app.command()
-def keys(
+@app.command("keys")
+def make_keys(
     folder: Annotated[Path, typer.Argument(help="A new folder.")],
     clients: Annotated[int, typer.Option(min=1, help="How many clients get a key.")],
     host: Annotated[list[str], typer.Option(help="Names and addresses by which clients reach the server.")],
 ) -> None:
     """Certificates for the server and a key for every client."""
-    _deployment()
-    from fedstride.deploy.keys import write
-
+    try:
+        from fedstride.deploy.keys import write
+    except ImportError:
+        raise FedstrideError(stack.MISSING) from None
     write(folder, clients, [*host, "127.0.0.1", "localhost"])
     typer.echo(f"{folder}: a client gets ca.crt and its node-K; everything else stays with the server")
 
 
-def _deployment() -> Any:
+def guard(host: str, keys: Path | None, insecure: bool) -> None:
+    """Nothing leaves the machine in the clear unless it is asked for by name."""
     try:
-        from fedstride.deploy import command
-    except ImportError:
-        raise FedstrideError("deployment needs Flower: pip install 'fedstride[deploy]'") from None
-    return command
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if keys is None and not insecure and not loopback:
+        raise FedstrideError(f"{host} is not this machine: give --keys FOLDER, or say --insecure to send in the clear")
 
 
-def _deployed(folder: Path) -> None:
-    results = {folder.parent.name: [runs.read(folder.parent.name, 0, folder).run]}
+def _serve(
+    experiment: Experiment, link: stack.Stack, out: Path, half: bool, timeout: float,
+    started: Callable[[stack.Stack], None],
+) -> None:  # fmt: skip
+    """Run it, and show what came of it."""
+    prepared = experiment.prepare(real=True)  # mistakes come out before anything starts
+    folder = out / str(experiment.method) / f"seed-{experiment.seed}"
+    name = _name(folder, experiment)
+    with link:
+        started(link)
+        settled = experiment.settled(len(prepared.classes))
+        link.run(settled, name, folder, half, timeout, lambda line: _tell(line, experiment))
+    record = runs.read(folder.parent.name, experiment.seed, folder)
+    if not record.ended:
+        raise FedstrideError(
+            f"the run ended early, after round {record.round}; the same command goes on; see the logs in {link.folder}"
+        )
+    results = {record.label: [record.run]}
     show(results, None, folder)
     end(results)
+
+
+def _name(folder: Path, experiment: Experiment) -> str:
+    """What tells this run from every other, also from an earlier one in the same place: drawn once, kept on disk."""
+    path = folder / "name"
+    if (folder / "run.json").exists() and path.exists():
+        if Experiment.load(folder / "experiment.toml").dump() != experiment.dump():
+            raise FedstrideError(f"{folder} holds another experiment; choose another folder with --out")
+        return path.read_text()
+    folder.mkdir(parents=True, exist_ok=True)
+    experiment.save(folder / "experiment.toml")
+    path.write_text(secrets.token_hex(8))
+    return path.read_text()
+
+
+def _tell(line: str, experiment: Experiment) -> None:
+    """Rows become a line of progress; what our side says is said, Flower's own words are not."""
+    try:
+        row: Any = json.loads(line)
+    except ValueError:
+        row = None
+    if isinstance(row, dict) and "round" in row:
+        accuracy = f", accuracy {row['accuracy']:.3f}" if "accuracy" in row else ""
+        where = f"round {row['round']}/{experiment.rounds}"
+        err.print(f"{where}: {row['clients']} clients, {row['seconds']:.1f} s{accuracy}")
+    elif line.startswith(("client", "the reply")) or "FedstrideError: " in line:
+        err.print(line.rpartition("FedstrideError: ")[2])

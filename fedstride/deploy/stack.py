@@ -34,6 +34,7 @@ clientapp = "app:client"
 [tool.flwr.app.config]
 {config}
 """
+MISSING = "Flower is not installed: pip install 'fedstride[deploy]'"
 PATIENCE = 90.0  # seconds for a process to be ready
 
 
@@ -67,7 +68,7 @@ def process(name: str, arguments: list[str], folder: Path) -> Iterator[subproces
                 start_new_session=True,
             )
         except FileNotFoundError:
-            raise FedstrideError(f"{arguments[0]} is not installed: pip install 'fedstride[deploy]'") from None
+            raise FedstrideError(MISSING) from None
     try:
         yield started
     finally:
