@@ -357,3 +357,10 @@ def test_without_flower_one_sentence_says_so(tmp_path, monkeypatch):
         cli.client(server="127.0.0.1:1", number=0, memory=tmp_path)
     with pytest.raises(fs.FedstrideError, match="there is no file"):
         cli.client(server="127.0.0.1:1", number=0, memory=tmp_path, data=tmp_path / "none.npz")
+
+
+def test_a_client_drawn_twice_counts_twice(tmp_path):
+    over, _ = deployed(description("dlsgd-hetero", rounds=6), tmp_path)
+    for update in range(1, 7):
+        assert sum(job["times"] for job in over.timeline.jobs if job["update"] == update) == 3  # n
+    assert any(job["times"] > 1 for job in over.timeline.jobs)
