@@ -9,6 +9,7 @@ Backends compute the same numbers to rounding:
   is traced: the same operations in the same order without the work of finding them, so model and loss must be functions
   of their arguments alone.
 * `graph` (fedstride/graph.py) is `vmap` on a CUDA device, recorded and replayed.
+* `compiled` (fedstride/compiled.py) makes a program of a whole local step; half a minute to make, then the fastest.
 
 `auto` is a stated rule, not a race, so that the same run takes the same backend everywhere: `graph` on a CUDA device;
 on a CPU `vmap` for models without convolutions up to 100,000 parameters in cohorts of more than one, `sequential`
@@ -32,7 +33,7 @@ from fedstride.errors import FedstrideError
 from fedstride.losses import LossFunction
 from fedstride.vector import KeyedDropout, VectorModel, rewind
 
-BACKENDS = ("sequential", "vmap", "graph")
+BACKENDS = ("sequential", "vmap", "graph", "compiled")
 TRIES, TRACES = 400, 100  # a shape is traced when it has come so often that it pays; so many shapes at most
 VMAP_LIMIT = 100_000  # parameters; beyond, a client's own matrices fill the cores of a CPU
 
@@ -80,6 +81,10 @@ class Oracle:
         loss, g = self(y, batch)
         y.addcmul_(g, lr, value=-1)
         return (loss,)
+
+    def descend(self, sampler: Any, jobs: Any, keys: Tensor, at: Any, direction: Any, local: Any) -> bool:
+        """All local steps of a block at once, where the backend can; False: one after the other by the caller."""
+        return False
 
     def row_curvature(self, row: Tensor, v: Tensor, *batch: Any) -> Tensor:
         """Hessian times vector, reverse over reverse, because every layer has a backward."""
@@ -244,6 +249,8 @@ def choose(backend: str, model: VectorModel, device: torch.device, cohort: int) 
 
 def make(backend: str, model: VectorModel, loss: LossFunction, each: tuple[LossFunction, str] | None) -> Oracle:
     """Build a backend by name."""
+    from fedstride.compiled import Compiled
     from fedstride.graph import Graph
 
-    return {"sequential": Sequential, "vmap": Vmap, "graph": Graph}[backend](model, loss, each)
+    kinds = {"sequential": Sequential, "vmap": Vmap, "graph": Graph, "compiled": Compiled}
+    return kinds[backend](model, loss, each)

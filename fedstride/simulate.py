@@ -19,6 +19,7 @@ from fedstride import steps as step_rules
 from fedstride.algorithm import Algorithm, make
 from fedstride.checkpoint import Folder
 from fedstride.clients import Clients
+from fedstride.descent import Augment, Local
 from fedstride.engine import Plan, Run, play, rates, single_job
 from fedstride.errors import FedstrideError
 from fedstride.evaluation import Evaluation, Metric
@@ -29,7 +30,7 @@ from fedstride.sampling import Jobs, Replay, Sampler
 from fedstride.schedule import Schedule, Sync
 from fedstride.simulator import Simulator
 from fedstride.timeline import Timeline
-from fedstride.train import Augment, Local, Work
+from fedstride.train import Work
 from fedstride.vector import VectorModel
 from fedstride.world import Pace, World
 
