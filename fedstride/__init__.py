@@ -20,6 +20,7 @@ from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
 from fedstride.results import Result, Target
 from fedstride.simulate import simulate, smoothness
+from fedstride.together import Together
 from fedstride.world import World
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = [
     "Result",
     "Study",
     "Target",
+    "Together",
     "World",
     "algorithms",
     "availability",

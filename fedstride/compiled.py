@@ -12,11 +12,13 @@ in `graph`; so does what cannot be compiled, with a warning.
 import operator
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from torch.func import grad_and_value
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as trees
 
@@ -29,7 +31,6 @@ from fedstride.sampling import Jobs, Sampler
 from fedstride.vector import VectorModel
 
 PRIMES = (8191, 8209, 8219, 8221, 8231, 8233, 8237, 8243)  # a number of clients that is told from all other lengths
-PARAMETERS = 64  # up to so many tensors in a model, the gradient is used without being laid end to end before
 INDICES = 1 << 20  # of examples that are drawn at a time
 
 
@@ -110,7 +111,7 @@ class Program:
             for value, own in zip(tensors, self._rows):
                 if own:
                     torch._dynamo.mark_dynamic(value, 0, min=2, max=self.capacity)  # so 32 bits suffice for indices
-        return torch.compile(traced, options={"max_pointwise_cat_inputs": PARAMETERS})
+        return torch.compile(traced)
 
 
 def _free(traced: fx.GraphModule, size: int, row: int) -> None:
@@ -146,6 +147,27 @@ def identity(direction: Callable | None) -> tuple | None:
     return None if any(isinstance(one, Tensor) for one in constants) else (direction.__code__, constants)
 
 
+class Request(NamedTuple):
+    """A cohort that wants to do its local steps."""
+
+    sampler: Sampler
+    jobs: Jobs  # longest first
+    keys: Tensor
+    at: Moving
+    direction: Callable | None
+    local: Local
+
+    @property
+    def kind(self) -> tuple | None:
+        """Cohorts of the same kind can be one; None: it cannot be compiled."""
+        code = identity(self.direction)
+        if code is None or self.sampler.full or self.sampler.sampling != "replacement":
+            return None
+        clients, form = self.sampler.clients, trees.tree_structure(self.at)
+        data = (clients.inputs.data_ptr(), clients.targets.data_ptr())
+        return code, self.local, self.local.augment, form, self.sampler.batch_size, data
+
+
 class Compiled(Graph):
     """Whole local steps of a cohort in one program."""
 
@@ -159,43 +181,70 @@ class Compiled(Graph):
     def descend(
         self, sampler: Sampler, jobs: Jobs, keys: Tensor, at: Moving, direction: Callable | None, local: Local
     ) -> bool:
-        code = identity(direction)
-        if not self._compiles or code is None or sampler.full or sampler.sampling != "replacement":
-            return False
-        leaves, form = trees.tree_flatten(at)
-        count, size = len(at.y), sampler.batch_size or 0
-        per_client = tuple(leaf.dim() > 0 and len(leaf) == count for leaf in leaves)
-        data = (sampler.clients.inputs, sampler.clients.targets)
-        name = (code, local, local.augment, form, per_client, size, *(part.data_ptr() for part in data))
+        request = Request(sampler, jobs, keys, at, direction, local)
+        return self._compiles and request.kind is not None and self.descend_all([request])
+
+    def descend_all(self, requests: list[Request]) -> bool:
+        """All local steps of cohorts of the same kind, as one cohort."""
+        sampler, _, _, at, direction, local = requests[0]
+        several = len(requests) > 1
+        form = trees.tree_structure(at)
+        size, data = sampler.batch_size or 0, (sampler.clients.inputs, sampler.clients.targets)
+        counts = [len(request.jobs.steps) for request in requests]
+        steps = np.concatenate([request.jobs.steps for request in requests])
+        order = np.argsort(-steps, kind="stable")
+        sort = torch.as_tensor(order, device=at.y.device)
+
+        def joined(parts: list[Tensor]) -> Tensor:
+            """The rows of all cohorts, longest first; what a cohort's clients share is repeated for each."""
+            rows = [p if len(p) == n else p.expand(n, *p.shape[1:]) for p, n in zip(parts, counts)]
+            return torch.cat(rows)[sort]
+
+        if several:
+            leaves = [joined(list(parts)) for parts in zip(*(trees.tree_leaves(request.at) for request in requests))]
+            keys = joined([request.keys for request in requests])
+        else:
+            leaves, keys = trees.tree_leaves(at), requests[0].keys
+        per_client = tuple(leaf.dim() > 0 and len(leaf) == len(steps) for leaf in leaves)
+        name = (*(requests[0].kind or ()), per_client)
         program = self._programs.get(name)
-        if program is None or program.capacity < count:
-            step = self._step(form, direction, local)
-            program = self._programs[name] = Program(step, padded(count), size, leaves, per_client, data, keys)
+        if program is None or program.capacity < len(steps):
+            step = self._step(form, direction, local, pointwise(direction, local, at))
+            program = self._programs[name] = Program(step, padded(len(steps)), size, leaves, per_client, data, keys)
         program.fill(leaves, keys)
-        slab = program.slab
-        for k, wanted in enumerate(active(jobs.steps)):
+        slab, last = program.slab, int(steps.max())
+        for k, wanted in enumerate(active(steps[order])):
             if k % slab == 0:
-                steps = sampler.batches(jobs, keys, k, min(int(jobs.steps[0]), k + slab))
-                program.draw(torch.stack([step.rows for step in steps], dim=1), k)
+                drawn = [
+                    torch.stack([step.rows for step in own.batches(jobs, key, k, min(last, k + slab))], dim=1)
+                    for own, jobs, key, *_ in requests
+                ]
+                program.draw(joined(drawn) if several else drawn[0], k)
             try:
                 program.advance(wanted)
             except Exception as error:  # whatever it is: compiling is for speed alone
                 if k:
                     raise
                 self._compiles = False
-                warnings.warn(
-                    f"the model cannot be compiled, `graph` goes on: {str(error).splitlines()[0]}", stacklevel=2
-                )
+                reason = str(error).splitlines()[0]
+                warnings.warn(f"the model cannot be compiled, `graph` goes on: {reason}", stacklevel=2)
                 return False
-        moved = trees.tree_unflatten(program.leaves(count), form)
-        at.y.copy_(moved.y)
-        at.losses.copy_(moved.losses)
-        for kept, value in zip(trees.tree_leaves(at.carry), trees.tree_leaves(moved.carry)):
-            kept.copy_(value)
+        moved = program.leaves(len(steps))
+        if several:
+            moved = [leaf[sort.argsort()] for leaf in moved]
+        for first, request in zip(np.cumsum([0, *counts]), requests):
+            ours = [leaf[first : first + len(request.keys)] if several else leaf for leaf in moved]
+            mine = trees.tree_unflatten(ours, form)
+            kept, new = ((one.y, one.losses, *trees.tree_leaves(one.carry)) for one in (request.at, mine))
+            for old, value in zip(kept, new):
+                old.copy_(value)
         return True
 
-    def _step(self, form: Any, direction: Callable | None, local: Local) -> Callable[..., None]:
-        """One local step of a cohort, all in place."""
+    def _step(self, form: Any, direction: Callable | None, local: Local, piecewise: bool) -> Callable[..., None]:
+        """One local step of a cohort, all in place.
+
+        piecewise: parameter by parameter, so that gradients need not be laid end to end before they are used.
+        """
 
         def step(place: Tensor, counter: Tensor, inputs: Tensor, targets: Tensor, *own: Tensor) -> None:
             table, keys, *leaves = own
@@ -204,10 +253,43 @@ class Compiled(Graph):
             batch = Batch(inputs[rows], targets[rows], None, fold(keys, counter) if self.model.dropouts else None)
             if local.augment is not None:
                 batch = batch._replace(inputs=local.augment(batch.inputs, fold(keys, counter + AUGMENT)))
-            loss, g = self.compute(at.y, batch)
+            if piecewise:
+                cut = [
+                    part.unflatten(1, size) for part, size in zip(at.y.split(self.model.sizes, 1), self.model.shapes)
+                ]
+                g, loss = self.rowwise(grad_and_value(self.row_loss), cut, *batch)
+                for number, part in enumerate(g):
+                    move(direction, local, self._piece(at, number), part.flatten(1))
+            else:
+                loss, g = self.compute(at.y, batch)
+                move(direction, local, at, g)
             at.losses.add_(loss)
-            move(direction, local, at, g)
             place.add_(1)
             counter.add_(1)
 
         return step
+
+    def _piece(self, at: Moving, number: int) -> Moving:
+        """What belongs to one parameter; columns are copies but for the last, so that they change once a step."""
+        first, d, last = sum(self.model.sizes[:number]), at.y.shape[1], number == len(self.model.sizes) - 1
+
+        def own(leaf: Tensor) -> Tensor:
+            if leaf.dim() == 2 and leaf.shape[1] == d:
+                return leaf[:, first : first + self.model.sizes[number]]
+            return leaf if last else leaf.clone()
+
+        return trees.tree_map(own, at)
+
+
+def pointwise(direction: Callable | None, local: Local, at: Moving) -> bool:
+    """Whether a step treats every number of the vectors alike, whatever the others are."""
+    if local.clip is not None:
+        return False
+    if direction is None:
+        return True
+    with FakeTensorMode():
+        fakes = trees.tree_map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device), at)
+        carry = (fakes.carry,) if isinstance(at.carry, Tensor) or at.carry else ()
+        traced = make_fx(direction)(torch.empty_like(fakes.y), fakes.y, *carry, *fakes.rows)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    return all(torch.Tag.pointwise in getattr(target, "tags", ()) for target in called)

@@ -40,6 +40,7 @@ from fedstride.errors import FedstrideError, unknown
 from fedstride.losses import LossFunction
 from fedstride.results import Result, Target
 from fedstride.simulate import simulate
+from fedstride.together import Together
 from fedstride.world import Pace, World
 
 FLEETS: dict[str, Callable[..., Any]] = {
@@ -296,9 +297,16 @@ class Experiment(BaseModel):
         options = {name: value for name, value in self._model_options((1,), classes).items() if name != "inputs"}
         return Experiment.parse(self.dump() | {"model": {"name": self.model.name, **options}})
 
-    def run(self, folder: str | os.PathLike | None = None, resume: bool = False, progress: Any = False) -> Result:
-        """Simulate it."""
+    def run(
+        self,
+        folder: str | os.PathLike | None = None,
+        resume: bool = False,
+        progress: Any = False,
+        together: Together | None = None,
+    ) -> Result:
+        """Simulate it, alone or with other runs."""
         method, model, clients, _, settings = self.prepare()
+        settings["backend"] = together or settings["backend"]
         return simulate(method, model, clients, folder=folder, resume=resume, progress=progress, **settings)
 
     def fleet(self) -> tuple[Clients, tuple | None, tuple[str, ...]]:

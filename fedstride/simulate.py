@@ -30,15 +30,12 @@ from fedstride.sampling import Jobs, Replay, Sampler
 from fedstride.schedule import Schedule, Sync
 from fedstride.simulator import Simulator
 from fedstride.timeline import Timeline
+from fedstride.together import Together
 from fedstride.train import Work
 from fedstride.vector import VectorModel
 from fedstride.world import Pace, World
 
-# About this much memory for the vectors of the clients that train together. On a CPU small enough that the allocator
-# hands the same memory out again, instead of asking the system for fresh pages every round.
-CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 34}
 SMALL = 1 << 18  # numbers in a cohort's models up to which one thread is quicker than two
-VECTORS = 8  # [C, d] matrices alive at once in the hungriest client code
 
 
 def simulate(
@@ -68,7 +65,7 @@ def simulate(
     stop: Target | None = None,
     seed: int = 0,
     device: str = "auto",
-    backend: str = "auto",
+    backend: str | Together = "auto",
     dtype: torch.dtype = torch.float32,
     chunk: int | None = None,
     timeline: bool = False,
@@ -94,7 +91,8 @@ def simulate(
     weights: None (the method's own), "data" or "uniform"; one policy for every upload.
     momentum, weight_decay, clip: options of the local optimiser, for methods that allow them.
     test, every, metrics: evaluate the global model every so many rounds; train_loss adds the loss over all clients.
-    chunk: clients trained together at most; None keeps their vectors under about 256 MiB (CPU), 16 GiB (GPU).
+    backend: "auto", the name of one (fedstride/oracle.py), or a fs.Together that several runs share.
+    chunk: clients trained together at most; None keeps their vectors under 256 MiB, or a fourth of a GPU's memory.
     timeline: record who trained when, from which version, and what the server did, in `result.timeline`.
     progress: True shows the round and its numbers; a function is called with every row.
     folder, resume: rows and checkpoints go here; an interrupted run goes on with resume=True.
@@ -144,14 +142,13 @@ def simulate(
     oracle = make_oracle(backend, vector, clients, loss)
     inputs.check_batches(oracle.model, clients, sampler)
     fleet = clients.fleet(weights or method.weights, target)
-    rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
 
     training = (clients, fleet.weights) if train_loss else None
     evaluate = Evaluation(oracle.model, loss, test, metrics, training, local.weight_decay)
     limits = (stop, schedule, inputs.budget(seconds, world, method))
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, *limits)
     job = partial(single_job, plan)
-    transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, pace, schedule, job)
+    transport = Simulator(method, oracle, sampler, local, chunk or oracles.room(vector.x), seed, pace, schedule, job)
     run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline() if timeline else None)
     rates(plan, 1)
     if store is not None:
@@ -217,13 +214,15 @@ def smoothness(
     return work.smoothness(vector.x[None])[:, 0]
 
 
-def make_oracle(backend: str, vector: VectorModel, clients: Clients, loss: LossFunction) -> oracles.Oracle:
+def make_oracle(backend: str | Together, vector: VectorModel, clients: Clients, loss: LossFunction) -> oracles.Oracle:
     """Try model and loss on a few examples, then build the backend."""
     examples, targets = (part[:4] for part in clients.data(0))
     outputs = vector.probe(examples)
     inputs.check_labels(clients, loss, outputs)
     check_scalar(loss, outputs, targets)
     each = per_example(loss, outputs, targets, clients.targets)
+    if isinstance(backend, Together):
+        return backend.oracle(vector, loss, each)
     name = oracles.choose(backend, vector, vector.x.device, len(clients))
     oracle = oracles.make(name, vector, loss, each)
     key = torch.zeros(1, dtype=torch.int64, device=vector.x.device) if vector.dropouts else None

@@ -26,6 +26,7 @@ from fedstride.inputs import whole
 from fedstride.results import Result
 from fedstride.simulate import simulate
 from fedstride.statistics import Run
+from fedstride.together import RUNS, Together, able
 
 RESERVED = ("study.toml", "report.html", "figures", "table.csv", "table.parquet", "tensorboard")
 
@@ -162,19 +163,29 @@ class Study:
                 plan.experiment.prepare()
             seen.add(key)
         _write(root / "study.toml", whole_study)
-        for plan, state in zip(self.plans, states):
-            path = root / plan.folder
-            if state != "complete":
-                _write(path / "experiment.toml", plan.experiment.dump())
-                ready = plan.experiment.prepare()
-                result = simulate(
-                    ready.method, ready.model, ready.clients, folder=path, resume=True,
-                    progress=partial(watch, plan), **ready.settings,
-                )  # fmt: skip
-                _write(path / "clients.json", facts(result, ready))
-            run = runs.read(plan.label, plan.experiment.seed, path).run
-            results[plan.label].append(run)
-            done(plan, run)
+        missing = [plan for plan, state in zip(self.plans, states) if state != "complete"]
+        together = Together() if able(plan.experiment for plan in missing) else None
+
+        def complete(plans: Iterator[Planned]) -> None:
+            for plan in plans:
+                if plan in missing:
+                    _write(root / plan.folder / "experiment.toml", plan.experiment.dump())
+                    ready = plan.experiment.prepare()
+                    settings = ready.settings | ({"backend": together} if together else {})
+                    result = simulate(
+                        ready.method, ready.model, ready.clients, folder=root / plan.folder, resume=True,
+                        progress=partial(watch, plan), **settings,
+                    )  # fmt: skip
+                    _write(root / plan.folder / "clients.json", facts(result, ready))
+                done(plan, runs.read(plan.label, plan.experiment.seed, root / plan.folder).run)
+
+        plans = iter(self.plans)
+        if together:
+            together.play([partial(complete, plans)] * RUNS)
+        else:
+            complete(plans)
+        for plan in self.plans:
+            results[plan.label].append(runs.read(plan.label, plan.experiment.seed, root / plan.folder).run)
         return results
 
 

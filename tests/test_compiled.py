@@ -8,8 +8,9 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional
 
 import fedstride as fs
-from fedstride.compiled import identity
+from fedstride.compiled import identity, pointwise
 from fedstride.convolution import by_rows
+from fedstride.descent import Local, Moving
 from fedstride.vector import VectorModel
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: torch sees no CUDA device")
@@ -63,6 +64,19 @@ def test_directions_are_told_apart_by_code_and_constants():
     assert identity(make(torch.ones(1))) is None  # a tensor may change, and a program would not see it
     assert identity(make([0.1])) is None
     assert identity(lambda g, y, x: g) != identity(lambda g, y, x: g + x)
+
+
+def test_pointwise_directions_are_recognised():
+    y, column = torch.ones(3, 5), torch.ones(3, 1)
+    at = Moving(y, column, torch.ones(3), torch.ones(3), (y,))
+    assert pointwise(None, Local(momentum=0.9), at)
+    assert not pointwise(None, Local(clip=1.0), at)
+    assert pointwise(lambda g, y, x: g + 0.1 * (y - x), Local(), at)
+    assert not pointwise(lambda g, y, x: g / g.norm(dim=1, keepdim=True), Local(), at)
+    assert not pointwise(lambda g, y, x: g + (y * x).sum(1, keepdim=True), Local(), at)
+    carried = at._replace(carry=(column, y))
+    assert pointwise(lambda g, y, carry, x: (g + x, (carry[0] + 1, carry[1].add_(g))), Local(), carried)
+    assert not pointwise(lambda g, y, carry, x: (g, (carry[0] + g.amax(1, keepdim=True), carry[1])), Local(), carried)
 
 
 def losses(module):

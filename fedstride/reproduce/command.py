@@ -32,7 +32,7 @@ def show(what: str | None) -> None:
     Console(highlight=False, markup=False).print(table)
 
 
-def run(what: str, scale: str, seeds: int | None, out: Path, jobs: int, yes: bool, err: Console) -> None:
+def run(what: str, scale: str, seeds: int | None, out: Path, jobs: int | None, yes: bool, err: Console) -> None:
     """Run what is missing and print the tables."""
     chosen = [(paper, name, items.item(paper, name, scale)) for paper, name in items.select(what)]
     cost = 0.0

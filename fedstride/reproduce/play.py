@@ -18,6 +18,7 @@ from fedstride.reproduce import store
 from fedstride.reproduce.items import Cell, Item
 from fedstride.reproduce.store import Found, points
 from fedstride.statistics import Run
+from fedstride.together import RUNS, Together, able
 
 Watch = Callable[[str, Experiment, dict[str, Any]], None]
 
@@ -48,10 +49,18 @@ class Ended(NamedTuple):
     wall: float
 
 
-def play(item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda *row: None, jobs: int = 1) -> Found:
-    """Tune on the first seed where there is a grid, then run every seed; stored runs stay, half-done ones go on."""
+def play(
+    item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda *row: None, jobs: int | None = None
+) -> Found:
+    """Tune on the first seed where there is a grid, then run every seed; stored runs stay, half-done ones go on.
+
+    jobs: runs side by side, in one batch on a GPU, in processes elsewhere; None: as many as is good.
+    """
     found = Found(item, path)
-    if jobs > 1:
+    if jobs != 1 and able(task.experiment for task in missing(found, seeds)):
+        _together(found, folder, seeds, watch, jobs or RUNS)
+        return found
+    if jobs and jobs > 1:
         _side_by_side(found, folder, seeds, watch, jobs)
         return found
     for task in missing(found, seeds):
@@ -68,6 +77,21 @@ def missing(found: Found, seeds: int) -> Iterator[Task]:
                     experiment = found.planned(cell, point, seed)
                     if experiment is not None:
                         yield Task(cell, point, experiment)
+
+
+def _together(found: Found, folder: Path, seeds: int, watch: Watch, jobs: int) -> None:
+    """Runs as rows of one batch."""
+    together, busy = Together(), set()
+
+    def work() -> None:
+        while task := next((task for task in missing(found, seeds) if task.place not in busy), None):
+            busy.add(task.place)
+            _add(
+                found, task, _run(task.experiment, folder, partial(watch, str(task), task.experiment), together), folder
+            )
+
+    while any(missing(found, seeds)):  # some can be planned only when others are over
+        together.play([work] * jobs)
 
 
 def _side_by_side(found: Found, folder: Path, seeds: int, watch: Watch, jobs: int) -> None:
@@ -93,9 +117,9 @@ def _side_by_side(found: Found, folder: Path, seeds: int, watch: Watch, jobs: in
                 _add(found, task, ended, folder)
 
 
-def _run(experiment: Experiment, folder: Path, progress: Any = False) -> Ended:
+def _run(experiment: Experiment, folder: Path, progress: Any = False, together: Together | None = None) -> Ended:
     start = time.perf_counter()
-    result = experiment.run(folder / _folder(experiment), resume=True, progress=progress)
+    result = experiment.run(folder / _folder(experiment), resume=True, progress=progress, together=together)
     return Ended(result.rows, result.status, result.backend, time.perf_counter() - start)
 
 
