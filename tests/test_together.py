@@ -9,7 +9,7 @@ from problems import digits
 import fedstride as fs
 from fedstride import study
 
-OPTIONS = dict(batch_size=4, dtype=torch.float64, rounds=3, lr=0.1, steps=[1, 4, 2, 5, 3, 1, 2, 2, 4, 6])
+OPTIONS = dict(batch_size=4, dtype=torch.float64, rounds=3, lr=0.1, steps=[1, 4, 2, 5, 3, 1])
 
 
 def runs(clients, test):
