@@ -11,7 +11,8 @@ in `graph`; so does what cannot be compiled, with a warning.
 
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,27 +40,30 @@ class Program:
 
     def __init__(
         self, step: Callable[..., None], capacity: int, size: int, leaves: list[Tensor], per_client: tuple[bool, ...],
-        data: tuple[Tensor, Tensor], keys: Tensor,
+        data: tuple[Tensor, Tensor], keys: Tensor, layout: "Layout",
     ):  # fmt: skip
-        self._step = step
+        self._step, self._layout = step, layout
         self.capacity = capacity
         self.slab = max(1, INDICES // (capacity * size))  # steps whose batches are drawn at a time
         self._place, self._counter = keys.new_zeros(1), keys.new_zeros(1)  # of a step: in the slab, and in all
         self._table, self._keys = keys.new_zeros(capacity, self.slab, size), keys.new_zeros(capacity)
-        self._leaves = [
-            value.new_zeros(capacity, *value.shape[1:]) if own else value.clone()
-            for value, own in zip(leaves, per_client)
-        ]
+        self._blocks = layout.cut(
+            [
+                leaf.new_zeros(capacity, *leaf.shape[1:]) if own else torch.zeros_like(leaf)
+                for leaf, own in zip(leaves, per_client)
+            ]
+        )
+        self._blocks = [block.contiguous() for block in self._blocks]
         # Which tensors have one row a client; the others are shared.
-        self._rows = (False, False, False, False, True, True, *per_client)
-        self._tensors = [self._place, self._counter, *data, self._table, self._keys, *self._leaves]
+        self._rows = (False, False, False, False, True, True, *(len(block) == capacity for block in self._blocks))
+        self._tensors = [self._place, self._counter, *data, self._table, self._keys, *self._blocks]
         self._compiled: dict[bool, Callable] = {}
         self._replays: dict[int, Callable[[], None] | None] = {}
         self._pool: Any = None
 
     def fill(self, leaves: list[Tensor], keys: Tensor) -> None:
         """Take a cohort's tensors in."""
-        for held, value in zip((self._keys, *self._leaves), (keys, *leaves)):
+        for held, value in zip((self._keys, *self._blocks), (keys, *self._layout.cut(leaves))):
             held[: len(value)].copy_(value)
 
     def draw(self, rows: Tensor, first: int) -> None:
@@ -68,9 +72,9 @@ class Program:
         self._place.zero_()
         self._counter.fill_(first)
 
-    def leaves(self, count: int) -> list[Tensor]:
-        """The tensors of a cohort as the steps have left them."""
-        return [held[:count] if len(held) == self.capacity else held for held in self._leaves]
+    def moved(self, count: int) -> Moving:
+        """A cohort as the steps have left it."""
+        return self._layout.joined([held[:count] if len(held) == self.capacity else held for held in self._blocks])
 
     def advance(self, active: int) -> None:
         """One step of the first clients."""
@@ -147,6 +151,44 @@ def identity(direction: Callable | None) -> tuple | None:
     return None if any(isinstance(one, Tensor) for one in constants) else (direction.__code__, constants)
 
 
+class Layout:
+    """How a cohort's tensors lie in a program: those with a number for every parameter in blocks, one a parameter.
+
+    So gradients need not be laid end to end before they are used. A step that looks at whole vectors (clipping, norms
+    in a direction) gets them as one block.
+    """
+
+    def __init__(self, at: Moving, sizes: Sequence[int]):
+        d = at.y.shape[1]
+        self.sizes = list(sizes)
+        self._form = trees.tree_structure(at)
+        self._wide = [leaf.dim() == 2 and leaf.shape[1] == d for leaf in trees.tree_leaves(at)]
+
+    def cut(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """All tensors, block by block."""
+        parts = [leaf.split(self.sizes, 1) if wide else (leaf,) for leaf, wide in zip(leaves, self._wide)]
+        return [block for part in parts for block in part]
+
+    def joined(self, blocks: Sequence[Tensor]) -> Moving:
+        """Undo `cut`."""
+        return trees.tree_unflatten(
+            [torch.cat(own, 1) if len(own) > 1 else own[0] for own in self._own(blocks)], self._form
+        )
+
+    def piece(self, blocks: Sequence[Tensor], number: int) -> Moving:
+        """What belongs to one block; columns are copies but for the last, so that they change once a step."""
+        last = number == len(self.sizes) - 1
+        leaves = [
+            own[number] if wide else own[0] if last else own[0].clone()
+            for own, wide in zip(self._own(blocks), self._wide)
+        ]
+        return trees.tree_unflatten(leaves, self._form)
+
+    def _own(self, blocks: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        rest = iter(blocks)
+        return (list(islice(rest, len(self.sizes) if wide else 1)) for wide in self._wide)
+
+
 class Request(NamedTuple):
     """A cohort that wants to do its local steps."""
 
@@ -184,6 +226,7 @@ class Compiled(Graph):
         request = Request(sampler, jobs, keys, at, direction, local)
         return self._compiles and request.kind is not None and self.descend_all([request])
 
+    @torch.no_grad()
     def descend_all(self, requests: list[Request]) -> bool:
         """All local steps of cohorts of the same kind, as one cohort."""
         sampler, _, _, at, direction, local = requests[0]
@@ -209,8 +252,11 @@ class Compiled(Graph):
         name = (*(requests[0].kind or ()), per_client)
         program = self._programs.get(name)
         if program is None or program.capacity < len(steps):
-            step = self._step(form, direction, local, pointwise(direction, local, at))
-            program = self._programs[name] = Program(step, padded(len(steps)), size, leaves, per_client, data, keys)
+            whole = not pointwise(direction, local, at)
+            layout = Layout(at, [at.y.shape[1]] if whole else self.model.sizes)
+            step = self._step(layout, direction, local, whole)
+            program = Program(step, padded(len(steps)), size, leaves, per_client, data, keys, layout)
+            self._programs[name] = program
         program.fill(leaves, keys)
         slab, last = program.slab, int(steps.max())
         for k, wanted in enumerate(active(steps[order])):
@@ -229,7 +275,7 @@ class Compiled(Graph):
                 reason = str(error).splitlines()[0]
                 warnings.warn(f"the model cannot be compiled, `graph` goes on: {reason}", stacklevel=2)
                 return False
-        moved = program.leaves(len(steps))
+        moved = trees.tree_leaves(program.moved(len(steps)))
         if several:
             moved = [leaf[sort.argsort()] for leaf in moved]
         for first, request in zip(np.cumsum([0, *counts]), requests):
@@ -240,45 +286,27 @@ class Compiled(Graph):
                 old.copy_(value)
         return True
 
-    def _step(self, form: Any, direction: Callable | None, local: Local, piecewise: bool) -> Callable[..., None]:
-        """One local step of a cohort, all in place.
-
-        piecewise: parameter by parameter, so that gradients need not be laid end to end before they are used.
-        """
+    def _step(self, layout: Layout, direction: Callable | None, local: Local, whole: bool) -> Callable[..., None]:
+        """One local step of a cohort, all in place."""
 
         def step(place: Tensor, counter: Tensor, inputs: Tensor, targets: Tensor, *own: Tensor) -> None:
-            table, keys, *leaves = own
-            at = trees.tree_unflatten(leaves, form)
+            table, keys, *blocks = own
+            pieces = [layout.piece(blocks, number) for number in range(len(layout.sizes))]
             rows = table.index_select(1, place)[:, 0]
             batch = Batch(inputs[rows], targets[rows], None, fold(keys, counter) if self.model.dropouts else None)
             if local.augment is not None:
                 batch = batch._replace(inputs=local.augment(batch.inputs, fold(keys, counter + AUGMENT)))
-            if piecewise:
-                cut = [
-                    part.unflatten(1, size) for part, size in zip(at.y.split(self.model.sizes, 1), self.model.shapes)
-                ]
-                g, loss = self.rowwise(grad_and_value(self.row_loss), cut, *batch)
-                for number, part in enumerate(g):
-                    move(direction, local, self._piece(at, number), part.flatten(1))
-            else:
-                loss, g = self.compute(at.y, batch)
-                move(direction, local, at, g)
-            at.losses.add_(loss)
+            y: Any = pieces[0].y
+            if not whole:
+                y = [piece.y.view(len(piece.y), *shape) for piece, shape in zip(pieces, self.model.shapes)]
+            g, loss = self.rowwise(grad_and_value(self.row_loss), y, *batch)
+            for piece, part in zip(pieces, [g] if whole else g):
+                move(direction, local, piece, part.flatten(1))
+            pieces[-1].losses.add_(loss)
             place.add_(1)
             counter.add_(1)
 
         return step
-
-    def _piece(self, at: Moving, number: int) -> Moving:
-        """What belongs to one parameter; columns are copies but for the last, so that they change once a step."""
-        first, d, last = sum(self.model.sizes[:number]), at.y.shape[1], number == len(self.model.sizes) - 1
-
-        def own(leaf: Tensor) -> Tensor:
-            if leaf.dim() == 2 and leaf.shape[1] == d:
-                return leaf[:, first : first + self.model.sizes[number]]
-            return leaf if last else leaf.clone()
-
-        return trees.tree_map(own, at)
 
 
 def pointwise(direction: Callable | None, local: Local, at: Moving) -> bool:

@@ -8,6 +8,7 @@ cohort. Rows do not know of each other, so every run gives what it gives alone, 
 import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from fedstride import inputs
@@ -40,6 +41,8 @@ class Together:
         self._waiting: list[tuple[Compiled, Request, threading.Event, list[Any]]] = []
         self._alive = 0
         self._oracles: dict[tuple, Compiled] = {}
+        # Recording needs the libraries' handles that running has made, and these belong to a thread.
+        self._worker = ThreadPoolExecutor(1)
 
     def play(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
         """Do all of them; an error of one is raised when the others are over."""
@@ -103,7 +106,8 @@ class Together:
             for part in self._parts(group, self._rows or room(oracle.model.x)):
                 held: bool | BaseException
                 try:
-                    held = oracle.descend_all([request for _, request, _, _ in part])
+                    asked = [request for _, request, _, _ in part]
+                    held = self._worker.submit(oracle.descend_all, asked).result()
                 except BaseException as error:  # it belongs to all of them, whoever does the work
                     held = error
                 for _, _, _, result in part:
