@@ -65,6 +65,7 @@ class Program:
         """Take a cohort's tensors in."""
         for held, value in zip((self._keys, *self._blocks), (keys, *self._layout.cut(leaves))):
             held[: len(value)].copy_(value)
+        self._ended = [torch.empty_like(held[: len(keys)]) for held in self._blocks]
 
     def draw(self, rows: Tensor, first: int) -> None:
         """The batches [C, steps, B] from some step on."""
@@ -72,12 +73,18 @@ class Program:
         self._place.zero_()
         self._counter.fill_(first)
 
-    def moved(self, count: int) -> Moving:
-        """A cohort as the steps have left it."""
-        return self._layout.joined([held[:count] if len(held) == self.capacity else held for held in self._blocks])
+    def end(self, first: int, last: int) -> None:
+        """Some clients have done their steps; from now on their rows may be used as padding."""
+        for held, kept in zip(self._blocks, self._ended):
+            kept[first:last].copy_(held[first:last])
+
+    def moved(self) -> Moving:
+        """The cohort as the steps have left it."""
+        return self._layout.joined(self._ended)
 
     def advance(self, active: int) -> None:
-        """One step of the first clients."""
+        """One step of the first clients, and on a GPU of some more, so that fewer sizes are recorded."""
+        active = padded(active) if self._place.is_cuda else active
         replay = self._replays.get(active)
         if replay is not None:
             replay()
@@ -258,8 +265,11 @@ class Compiled(Graph):
             program = Program(step, padded(len(steps)), size, leaves, per_client, data, keys, layout)
             self._programs[name] = program
         program.fill(leaves, keys)
-        slab, last = program.slab, int(steps.max())
+        slab, last, at_work = program.slab, int(steps.max()), len(steps)
         for k, wanted in enumerate(active(steps[order])):
+            if wanted < at_work:
+                program.end(wanted, at_work)
+                at_work = wanted
             if k % slab == 0:
                 drawn = [
                     torch.stack([step.rows for step in own.batches(jobs, key, k, min(last, k + slab))], dim=1)
@@ -275,7 +285,8 @@ class Compiled(Graph):
                 reason = str(error).splitlines()[0]
                 warnings.warn(f"the model cannot be compiled, `graph` goes on: {reason}", stacklevel=2)
                 return False
-        moved = trees.tree_leaves(program.moved(len(steps)))
+        program.end(0, at_work)
+        moved = trees.tree_leaves(program.moved())
         if several:
             moved = [leaf[sort.argsort()] for leaf in moved]
         for first, request in zip(np.cumsum([0, *counts]), requests):
