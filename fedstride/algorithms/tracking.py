@@ -106,6 +106,10 @@ class Tracking(GradientTracking):
         check_number(self, "scale", 0, open=True)
 
     @property
+    def inspects(self):  # everybody's smoothness
+        return self.step != "given"
+
+    @property
     def prologue(self):
         return () if self.step == "given" else (Exchange(self.message, self.measure, self.smooth, "smoothness"),)
 
