@@ -42,8 +42,8 @@ class Norms:
         """Refuse a schedule without rounds, where there is no median to compare with."""
         if self.times is not None and schedule.asynchronous:
             raise FedstrideError(
-                f"{type(schedule).__name__} has no rounds whose median an upload could be compared with; give the guard "
-                "a bound instead of times"
+                f"{type(schedule).__name__} has no rounds whose median an upload could be compared with; give the "
+                "guard a bound instead of times"
             )
 
 

@@ -142,7 +142,7 @@ def _alone(who: Participation, count: int) -> float:
     return 0.0 if who.p == 1 else who.p * (1 - who.p) ** (count - 1) / (1 - nobody)
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=1 << 14)
 def _epsilon(noise: float, who: Participation, count: int, rounds: int, delta: float) -> float:
     """The smaller of two bounds: the library's for the draw, and that of a client which is in every round.
 

@@ -14,10 +14,12 @@ from scipy.stats import trim_mean
 import fedstride as fs
 from fedstride.algorithm import Params
 from fedstride.algorithms.fedasync import Local
+from fedstride.arguments import description
 from fedstride.guards import Norms
 from fedstride.replies import Replies
 from fedstride.robust import Median, RobustReplies, TrimmedMean, centre
 from fedstride.sampling import Jobs
+from fedstride.study import Study
 
 FEDERATED = [name for name in fs.algorithms.names() if not make(name).pooled]
 ROBUST = [name for name in FEDERATED if not make(name).inspects]
@@ -319,3 +321,60 @@ def test_what_does_not_go_together_is_refused(method, changes, words):
 def test_impossible_shares_are_refused(share):
     with pytest.raises(fs.FedstrideError, match="share of the trimmed mean"):
         TrimmedMean(share)
+
+
+# Descriptions
+
+
+PROTECTED = """
+rounds = 2
+robust = { name = "trimmed-mean", share = 0.2 }
+guard = { name = "norms", bound = 50.0, times = 8.0 }
+
+[partition]
+name = "iid"
+clients = 5
+"""
+
+
+def test_a_description_is_the_same_run(tmp_path):
+    path = tmp_path / "protected.toml"
+    path.write_text(PROTECTED)
+    experiment = fs.Experiment.load(path)
+    experiment.save(tmp_path / "again.toml")
+    assert fs.Experiment.load(tmp_path / "again.toml") == experiment
+    prepared = experiment.prepare()
+    assert prepared.settings["robust"] == TrimmedMean(0.2) and prepared.settings["guard"] == Norms(50.0, 8.0)
+    assert torch.equal(
+        experiment.run().x, fs.simulate(prepared.method, prepared.model, prepared.clients, **prepared.settings).x
+    )
+    assert not torch.equal(experiment.run().x, fs.Experiment(**experiment.dump() | {"robust": "median"}).run().x)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(robust="mean"), "unknown robust 'mean'"),
+        (dict(robust={"name": "median", "share": 0.1}), "share"),
+        (dict(robust={"name": "trimmed-mean", "share": 0.7}), "share of the trimmed mean must be"),
+        (dict(guard="norms"), "needs bound"),
+        (dict(privacy={"name": "gaussian", "noise": 1.0}), "privacy 'gaussian' needs clip"),
+        (dict(privacy={"name": "gaussian", "clip": 1.0, "noise": 1.0}, method="scaffold"), "cannot be private"),
+        (dict(robust="median", method="fedveca"), "cannot be robust"),
+        (dict(robust="median", method="fedasync"), "at least 3 replies"),
+    ],
+)
+def test_mistakes_in_descriptions_are_refused_before_data_are_loaded(fields, words, monkeypatch):
+    monkeypatch.setattr(fs.Experiment, "fleet", lambda self: pytest.fail("data were loaded"))
+    with pytest.raises(fs.FedstrideError, match=words):
+        fs.Experiment(**fields).prepare()
+
+
+def test_the_command_line(tmp_path):
+    given = description(["method=fedprox", "robust=median", "guard.name=norms", "guard.bound=9", "rounds=2"], None)
+    study = Study.parse(given)
+    (plan,) = study.plans
+    assert plan.experiment.robust.name == "median" and plan.experiment.guard.options == {"bound": 9}
+    study.play(tmp_path)
+    again = Study.parse(given | {"rounds": 4}).play(tmp_path, resume=True)
+    assert [row["round"] for row in again["fedprox"][0].rows] == [1, 2, 3, 4]
