@@ -378,3 +378,11 @@ def test_the_command_line(tmp_path):
     study.play(tmp_path)
     again = Study.parse(given | {"rounds": 4}).play(tmp_path, resume=True)
     assert [row["round"] for row in again["fedprox"][0].rows] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("change", [{"guard": None}, {"robust": Median()}, {"robust": TrimmedMean(0.1)}], ids=str)
+def test_a_run_goes_on_only_with_the_same_protection(change, tmp_path):
+    settings = dict(rounds=2, guard=Norms(bound=1e3), robust=TrimmedMean(0.2), folder=tmp_path)
+    Quadratics().run("fedavg", **settings)
+    with pytest.raises(fs.FedstrideError, match="is of another run: its (guard|robust) is"):
+        Quadratics().run("fedavg", **settings | {"rounds": 3, "resume": True} | change)
