@@ -7,6 +7,7 @@ docs/guards.md.
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ LIES = {
     "1000 D": lambda value: 1000 * value,
     "-D": lambda value: -value,
 }
-RULES = {
+RULES: dict[str, dict[str, Any]] = {
     "plain mean": {},
     "norms, times 3": {"guard": {"name": "norms", "times": 3.0}},
     "trimmed mean, 0.2": {"robust": {"name": "trimmed-mean", "share": 0.2}},
@@ -49,14 +50,14 @@ def shown(values):
 
 
 def attacks():
-    for name, partition in (
-        ("iid", {"name": "iid", "clients": 20}),
-        ("Dirichlet(0.3)", {"name": "dirichlet", "clients": 20, "alpha": 0.3}),
+    for name, partition, lies in (
+        ("iid", {"name": "iid", "clients": 20}, list(LIES)),
+        ("Dirichlet(0.3)", {"name": "dirichlet", "clients": 20, "alpha": 0.3}, ["nobody lies", "-5 D"]),
     ):
-        print(f"\n| {name} | {' | '.join(LIES)} |\n|---|{'---|' * len(LIES)}")
+        print(f"\n| {name} | {' | '.join(lies)} |\n|---|{'---|' * len(lies)}")
         for rule, more in RULES.items():
             fields = dict(partition=partition, rounds=40, weights="uniform", **more)
-            print(f"| {rule} | {' | '.join(shown(accuracies(fields, lie)[0]) for lie in LIES.values())} |", flush=True)
+            print(f"| {rule} | {' | '.join(shown(accuracies(fields, LIES[lie])[0]) for lie in lies)} |", flush=True)
 
 
 def private():

@@ -1,6 +1,7 @@
 """Bounds on norms and robust means: liars are left out, honest clients are not."""
 
 import itertools
+from types import SimpleNamespace
 
 import conformance
 import numpy as np
@@ -12,10 +13,10 @@ from problems import Quadratics
 from scipy.stats import trim_mean
 
 import fedstride as fs
-from fedstride.algorithm import Params
+from fedstride.algorithm import Delta, Params
 from fedstride.algorithms.fedasync import Local
 from fedstride.arguments import description
-from fedstride.guards import Norms
+from fedstride.guards import Norms, judged
 from fedstride.replies import Replies
 from fedstride.robust import Median, RobustReplies, TrimmedMean, centre
 from fedstride.sampling import Jobs
@@ -87,6 +88,23 @@ def test_norms_are_compared_with_the_median_of_those_that_are_finite():
         result = problem.run(method, steps=2, rounds=1, guard=Norms(times=3.0), timeline=True)
     fates = {job["client"]: job["fate"] for job in result.timeline.jobs}
     assert fates == {0: "rejected", 1: "used", 2: "rejected", 3: "used", 4: "used", 5: "used"}
+
+
+@pytest.mark.parametrize(
+    "lengths, guard, used",
+    [
+        ([1, 1, 1, 5], Norms(bound=4.0, times=10.0), [True, True, True, False]),
+        ([1, 1, 1, 5], Norms(bound=9.0, times=4.0), [True, True, True, False]),
+        ([1, 1, 1, 5], Norms(bound=5.1, times=5.1), [True, True, True, True]),
+        ([0, 0, 0, 5], Norms(times=2.0), [True, True, True, True]),  # nothing to compare with
+        ([0, 0, 0, 5], Norms(bound=4.0, times=2.0), [True, True, True, False]),
+    ],
+)
+def test_bound_and_times_both_hold(lengths, guard, used):
+    upload = Delta(torch.tensor(lengths, dtype=torch.float64)[:, None] * torch.tensor([[0.6, 0.8]]))
+    answers = SimpleNamespace(upload=upload, jobs=SimpleNamespace(clients=range(4)))
+    ((_, found),) = judged(iter([answers]), guard, 2, insist=False)
+    assert found.tolist() == used
 
 
 def test_every_field_has_its_own_bound_on_norms():
