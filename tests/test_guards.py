@@ -163,6 +163,14 @@ def test_weighted_trimming_is_plain_trimming_of_repeated_values(seed):
     np.testing.assert_allclose(mine, np.median(repeated(values, sizes), axis=0), rtol=1e-12)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_not_even_rounding_lets_a_vast_number_in(count):
+    values = torch.cat([torch.zeros(10 - count, 1).double(), torch.full((count, 1), 1e300, dtype=torch.float64)])
+    tenth = torch.full((10,), 0.1, dtype=torch.float64)
+    for share in (0.1 * count, count / 10, 0.1 * count + 0.05):
+        assert float(centre(values, tenth, share)) == 0
+
+
 def test_blocks_of_columns_give_the_same(monkeypatch):
     values, weights = torch.randn(5, 40, dtype=torch.float64), torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25])
     whole = centre(values, weights.double(), 0.2)

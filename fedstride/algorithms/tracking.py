@@ -98,16 +98,13 @@ class Tracking(GradientTracking):
     """
 
     full_only = True
+    inspects = property(lambda self: self.step != "given")  # everybody's smoothness
     step: str = "given"
     scale: float = 1.0
 
     def __post_init__(self):
         check_choice(self, "step", ("given", "exact", "stochastic"))
         check_number(self, "scale", 0, open=True)
-
-    @property
-    def inspects(self):  # everybody's smoothness
-        return self.step != "given"
 
     @property
     def prologue(self):
