@@ -55,6 +55,7 @@ class Algorithm:
     assigns: ClassVar[bool] = False  # decides the clients' steps itself, by `assign`
     common_lr: ClassVar[bool] = False  # needs the same learning rate for all clients
     pooled: ClassVar[bool] = False  # not federated: one client holds all data and nothing travels
+    displacements: ClassVar[bool] = False  # clients send their displacement, nothing else, and remember nothing of it
     local_options: ClassVar[frozenset[str]] = LOCAL_OPTIONS  # which local-optimiser options leave the method itself
 
     def __new__(cls, *_: Any, **options: Any) -> "Algorithm":
@@ -96,6 +97,11 @@ class Algorithm:
     def needs_rows(self) -> bool:
         """Whether `server` needs every client's own vectors, not only their weighted sums."""
         return False
+
+    @property
+    def inspects(self) -> bool:
+        """Whether `server` looks at single uploads, by `rows` or by `each`, and not only at means and totals."""
+        return self.needs_rows
 
     @property
     def traffic(self) -> tuple[int, int]:

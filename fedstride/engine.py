@@ -16,9 +16,12 @@ from torch import Tensor
 from fedstride.algorithm import Algorithm, Exchange
 from fedstride.clients import Fleet
 from fedstride.errors import FedstrideError
+from fedstride.guards import Norms, judged
 from fedstride.keys import generator
 from fedstride.participation import Cohort, Full, Participation
+from fedstride.privacy import Gaussian, PrivateReplies
 from fedstride.replies import Replies
+from fedstride.robust import Robust, RobustReplies
 from fedstride.sampling import Jobs
 from fedstride.schedule import Deadline, Schedule, Sync
 from fedstride.steps import Steps
@@ -75,11 +78,15 @@ class Plan:
     epoch: Callable[[np.ndarray], np.ndarray]  # clients -> steps in one local pass
     rounds: int
     seed: int
+    secret: int  # seed of what clients must not foresee: who is drawn, the noise of privacy
     every: int
     evaluate: Callable[[Tensor], dict]
     stop: Callable[[dict], bool] | None = None
     schedule: Schedule = Sync()
     seconds: float = float("inf")  # no round begins after so many
+    guard: Norms | None = None
+    robust: Robust | None = None
+    privacy: Gaussian | None = None
 
     @property
     def deadline(self) -> Deadline | None:
@@ -110,7 +117,7 @@ def play(run: Run, plan: Plan, transport: Transport, after: Callable[[Run], None
     while run.status == "running" and run.round < plan.rounds and run.seconds < plan.seconds:
         number, cohort = run.round + 1, None
         if not plan.schedule.asynchronous:
-            cohort = plan.participation.draw(generator(plan.seed, "cohort", number), weights, number)
+            cohort = plan.participation.draw(generator(plan.secret, "cohort", number), weights, number)
         _round(run, plan, transport, cohort, plan.participation, algorithm.exchanges, number)
         after(run)
     if run.status == "running":
@@ -144,6 +151,9 @@ def _round(
         run.timeline.add_gone(gone)
         if number:
             run.timeline.add_update(number, run.seconds, transport.sent - sent, participation.by_weight)
+    if plan.privacy is not None:
+        row["epsilon"] = plan.privacy.spent(participation, plan.fleet.clients, number)
+        row["delta"] = plan.privacy.delta
     if run.status != "diverged" and (number % plan.every == 0 or number == plan.rounds or run.seconds >= plan.seconds):
         row |= plan.evaluate(plan.algorithm.model(run.state))
     run.rows.append(row)
@@ -172,18 +182,10 @@ def _exchange(
         asked = jobs if exchange.audience is None else jobs.take(exchange.audience(run.state, jobs))
         asked = asked.take(asked.steps > 0)  # zero steps: the client does not answer
         source = transport.ask(exchange, message, asked, plan.deadline) if len(asked.clients) else iter(())
-    replies = Replies(
-        plan.fleet.weights,
-        run.state.x.numel(),
-        participation.by_weight,
-        algorithm.needs_rows,
-        version,
-        algorithm.factor,
-    )
+    replies = _replies(plan, participation, run.state.x.numel(), version)
     done: list[Jobs] = []
     losses, rejected = [], 0
-    for answers in source:
-        used = finite(answers.upload, len(answers.jobs.clients))
+    for answers, used in judged(source, plan.guard, run.state.x.numel(), exchange.insist):
         rejected += int((~used).sum())
         if not algorithm.pooled:
             row["bytes_up"] += traffic(answers.upload)
@@ -221,6 +223,18 @@ def _exchange(
         return jobs.take(slice(0, 0))
     together = Jobs(*(np.concatenate(columns) for columns in zip(*done)))
     return together.take(np.argsort(together.clients))
+
+
+def _replies(plan: Plan, participation: Participation, d: int, version: int) -> Replies:
+    """What is to become of the uploads of an exchange."""
+    method, weights = plan.algorithm, plan.fleet.weights
+    settings = (weights, d, participation.by_weight, method.needs_rows, version, method.factor)
+    if plan.robust is not None:
+        return RobustReplies(plan.robust, *settings)
+    if plan.privacy is not None:
+        share = plan.privacy.share(participation, plan.fleet.clients)
+        return PrivateReplies(plan.privacy, share, plan.secret, *settings)
+    return Replies(*settings)
 
 
 def _jobs(run: Run, plan: Plan, cohort: Cohort, number: int) -> Jobs:
@@ -270,11 +284,3 @@ def rates(plan: Plan, number: int) -> np.ndarray:
 def traffic(fields: Any) -> int:
     """Bytes of the tensors in a message or upload."""
     return sum(value.numel() * value.element_size() for value in fields or () if isinstance(value, Tensor))
-
-
-def finite(upload: Any, count: int) -> np.ndarray:
-    """[C]: whose upload has only finite numbers. A row's sum is not finite if any of its entries is not."""
-    good = torch.ones(count, dtype=torch.bool)
-    for value in upload or ():
-        good &= torch.isfinite(value.sum(dim=1)).cpu()
-    return good.numpy()

@@ -23,12 +23,15 @@ from fedstride import (
     availability,
     data,
     devices,
+    guards,
     inputs,
     links,
     losses,
     models,
     participation,
     partition,
+    privacy,
+    robust,
     schedule,
     steps,
 )
@@ -80,6 +83,9 @@ CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
         "sync": schedule.Sync, "deadline": schedule.Deadline, "buffered": schedule.Buffered,
         "first-arrivals": schedule.FirstArrivals, "send-buffers": schedule.SendBuffers,
     },
+    "guard": {"norms": guards.Norms},
+    "robust": {"trimmed-mean": robust.TrimmedMean, "median": robust.Median},
+    "privacy": {"gaussian": privacy.Gaussian},
     "devices": {
         "seconds": devices.seconds, "slowdown": devices.slowdown, "lognormal": devices.lognormal,
         "flops": devices.flops, "trace": devices.trace,
@@ -197,6 +203,9 @@ class Experiment(BaseModel):
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
+    guard: _choice("guard") | None = None  # type: ignore[valid-type]
+    robust: _choice("robust") | None = None  # type: ignore[valid-type]
+    privacy: _choice("privacy") | None = None  # type: ignore[valid-type]
     every: int = Field(1, ge=1)
     metrics: tuple[_choice("metrics"), ...] = ()  # type: ignore[valid-type]
     train_loss: bool = False
@@ -240,6 +249,7 @@ class Experiment(BaseModel):
         real: seconds are those of a clock on the wall, so nothing need be said about the world.
         """
         method = self.make_method()
+        protection = {slot: build(slot, getattr(self, slot)) for slot in ("guard", "robust", "privacy")}
         built = {slot: build(slot, getattr(self, slot)) for slot in ("augment", "participation", "schedule")}
         rule = build("steps", self.steps)
         world = (
@@ -258,6 +268,7 @@ class Experiment(BaseModel):
             resolved.check(count, self.rounds)
             remembers = bool(method.init_client(torch.zeros(1)))
             inputs.check_schedule(method, plan, resolved, count, self.rounds, remembers)
+            inputs.check_protection(method, plan, who, count, self.rounds, **protection)
             if not real:
                 inputs.check_time(method, world, plan, Pace(world, count, self.seed))
             inputs.rate(self.lr, count)
@@ -275,7 +286,7 @@ class Experiment(BaseModel):
             momentum=self.momentum, weight_decay=self.weight_decay, clip=self.clip, every=self.every, seed=self.seed,
             metrics={choice.name: CHOICES["metrics"][choice.name] for choice in self.metrics} if test else None,
             train_loss=self.train_loss, device=self.device, backend=self.backend, dtype=getattr(torch, self.dtype),
-            chunk=self.chunk, timeline=self.timeline, **built,
+            chunk=self.chunk, timeline=self.timeline, **built, **protection,
         )  # fmt: skip
         return Prepared(method, model, clients, classes, settings)
 

@@ -18,8 +18,11 @@ from fedstride.algorithm import Algorithm
 from fedstride.clients import Clients
 from fedstride.descent import Augment, Local
 from fedstride.errors import FedstrideError
+from fedstride.guards import Norms
 from fedstride.losses import Loss, LossFunction, cross_entropy
+from fedstride.privacy import Gaussian
 from fedstride.results import Target
+from fedstride.robust import Robust
 from fedstride.sampling import Sampler
 from fedstride.schedule import Deadline, Schedule
 from fedstride.vector import VectorModel
@@ -177,6 +180,33 @@ def check_time(method: Algorithm, world: Any, schedule: Schedule, pace: Pace) ->
             f"{method.name} needs every client in every round; a world with absences or a deadline that drops cannot "
             "give that"
         )
+
+
+def check_protection(
+    method: Algorithm, schedule: Schedule, who: Any, count: int, rounds: int, guard: Any, robust: Any, privacy: Any
+) -> None:
+    """Refuse guards, robust means and privacy that do not go with the run or with each other."""
+    for name, given, kind, example in (
+        ("guard", guard, Norms, "fs.guards.Norms(bound=10)"),
+        ("robust", robust, Robust, "fs.robust.TrimmedMean(share=0.2)"),
+        ("privacy", privacy, Gaussian, "fs.privacy.Gaussian(clip=1, noise=1)"),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise FedstrideError(f"{name} must be such as {example}, not {given!r}")
+    if guard is not None:
+        guard.check(schedule)
+    if robust is not None:
+        robust.check(method, schedule, who, count)
+    if privacy is None:
+        return
+    if robust is not None:
+        raise FedstrideError("privacy knows how far one client can move a sum, not a trimmed one; leave robust out")
+    if guard is not None and guard.times is not None:
+        raise FedstrideError(
+            "with privacy no upload may decide whether another is used, as the guard's median does; give the guard a "
+            "bound instead of times"
+        )
+    privacy.check(method, schedule, who, count, rounds)
 
 
 def goal(stop: Any, test: Any, train_loss: bool) -> Target | None:

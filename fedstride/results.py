@@ -77,5 +77,7 @@ class Result:
                 f"  updates {mean:.1f} versions old on average, {most} at most; {self.batch:.1f} trained at once"
             )
         if totals["rejected"]:
-            lines.append(f"  {totals['rejected']} uploads rejected because they were not finite")
+            lines.append(f"  {totals['rejected']} uploads rejected: not finite, or refused by the guard")
+        if "epsilon" in last:
+            lines.append(f"  epsilon {last['epsilon']:.4g} at delta {last['delta']:g}")
         return "\n".join(lines)

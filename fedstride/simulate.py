@@ -23,9 +23,12 @@ from fedstride.descent import Augment, Local
 from fedstride.engine import Plan, Run, play, rates, single_job
 from fedstride.errors import FedstrideError
 from fedstride.evaluation import Evaluation, Metric
+from fedstride.guards import Norms
 from fedstride.keys import job_keys
 from fedstride.losses import LossFunction, check_scalar, cross_entropy, per_example
+from fedstride.privacy import Gaussian
 from fedstride.results import Result, Target
+from fedstride.robust import Robust
 from fedstride.sampling import Jobs, Replay, Sampler
 from fedstride.schedule import Schedule, Sync
 from fedstride.simulator import Simulator
@@ -58,6 +61,9 @@ def simulate(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     clip: float | None = None,
+    guard: Norms | None = None,
+    robust: Robust | None = None,
+    privacy: Gaussian | None = None,
     test: tuple[Any, Any] | None = None,
     every: int = 1,
     metrics: dict[str, Metric] | None = None,
@@ -90,6 +96,8 @@ def simulate(
     world: fs.World(devices=..., links=..., availability=...) gives rounds their virtual seconds; None: no time passes.
     weights: None (the method's own), "data" or "uniform"; one policy for every upload.
     momentum, weight_decay, clip: options of the local optimiser, for methods that allow them.
+    guard: fs.guards.Norms(bound, times) rejects uploads that are too long; robust: fs.robust.TrimmedMean(share) or
+        .Median() in place of means; privacy: fs.privacy.Gaussian(clip, noise, delta). See docs/guards.md.
     test, every, metrics: evaluate the global model every so many rounds; train_loss adds the loss over all clients.
     backend: "auto", the name of one (fedstride/oracle.py), or a fs.Together that several runs share.
     chunk: clients trained together at most; None keeps their vectors under 256 MiB, or a fourth of a GPU's memory.
@@ -129,11 +137,12 @@ def simulate(
     vector = VectorModel(model, dtype, target)
     inputs.check_schedule(method, schedule, rule, len(clients), rounds, bool(method.init_client(vector.x)))
     inputs.check_time(method, world, schedule, pace)
+    inputs.check_protection(method, schedule, who, len(clients), rounds, guard, robust, privacy)
     store = None
     if folder is not None:
         named = dict(seed=seed, dtype=str(dtype), batch_size=batch_size, lr=lr, sampling=sampling, loss=loss)
         named |= dict(local=local, world=pace.identity, schedule=schedule, weights=weights or method.weights)
-        named |= dict(timeline=timeline)
+        named |= dict(timeline=timeline, guard=guard, robust=robust, privacy=privacy)
         # An augmentation of ours is known by its options, any other function by its name.
         named["augment"] = repr(augment) if dataclasses.is_dataclass(augment) else augment
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
@@ -145,8 +154,8 @@ def simulate(
 
     training = (clients, fleet.weights) if train_loss else None
     evaluate = Evaluation(oracle.model, loss, test, metrics, training, local.weight_decay)
-    limits = (stop, schedule, inputs.budget(seconds, world, method))
-    plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, *limits)
+    limits = (stop, schedule, inputs.budget(seconds, world, method), guard, robust, privacy)
+    plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, seed, every, evaluate, *limits)
     job = partial(single_job, plan)
     transport = Simulator(method, oracle, sampler, local, chunk or oracles.room(vector.x), seed, pace, schedule, job)
     run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline() if timeline else None)

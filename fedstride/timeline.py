@@ -14,8 +14,9 @@ class Timeline:
     """One row a job and one a server update.
 
     A job row has client, exchange, version, repeat, target and steps, times (how often it counted), start and end of
-    the training, arrival at the server, its fate, and the update it went into. Fates: used, rejected (not finite), lost
-    (the client dropped out), overwritten (in a send buffer, never computed), in flight (when the run ended).
+    the training, arrival at the server, its fate, and the update it went into. Fates: used, rejected (not finite, or
+    by the guard), lost (the client dropped out), overwritten (in a send buffer, never computed), in flight (when the
+    run ended).
     """
 
     def __init__(self) -> None:

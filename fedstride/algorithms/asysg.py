@@ -21,6 +21,7 @@ class AsySG(Algorithm):
     """
 
     weights = "uniform"
+    displacements = True
     n: int = 2
 
     def __post_init__(self):

@@ -8,6 +8,7 @@ class _Delayed(Algorithm):
     """What both share: local SGD from a model that may be old, and a server that adds mean displacements."""
 
     weights = "uniform"
+    displacements = True
     n: int
     server_lr: float
 

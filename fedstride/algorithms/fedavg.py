@@ -19,6 +19,7 @@ class FedAvg(Algorithm):
     gradients it rests at `(sum w_i B_i)^-1 sum w_i B_i c_i`, `B_i = I - (I - lr A_i)^K_i`, which the tests check.
     """
 
+    displacements = True
     server_lr: float = 1.0  # eta_g
 
     def __post_init__(self):

@@ -24,6 +24,7 @@ class FedAvgM(Algorithm):
     Limits: `beta = 0` is FedAvg.
     """
 
+    displacements = True
     server_lr: float = 1.0
     beta: float = 0.9
 

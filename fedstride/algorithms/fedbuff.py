@@ -22,6 +22,7 @@ class FedBuff(Algorithm):
     """
 
     weights = "uniform"
+    displacements = True
     n: int = 2  # K of the paper: the buffer's size
     concurrency: int | None = None  # clients at work; None: all
     server_lr: float = 1.0  # eta_g

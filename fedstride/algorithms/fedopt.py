@@ -26,6 +26,7 @@ class Moments(NamedTuple):
 class _Adaptive(Algorithm):
     """What the three adaptive methods share; each gives its own second moment."""
 
+    displacements = True
     server_lr: float
     beta1: float
     beta2: float

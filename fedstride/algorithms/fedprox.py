@@ -17,6 +17,7 @@ class FedProx(Algorithm):
     `P_i = (I - (I - lr (A_i + mu I))^K_i) (A_i + mu I)^-1 A_i`.
     """
 
+    displacements = True
     mu: float = 0.1
 
     def __post_init__(self):

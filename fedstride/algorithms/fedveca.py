@@ -71,6 +71,7 @@ class FedVeca(Algorithm):
 
     assigns = True
     common_lr = True
+    inspects = True  # beta and delta of every client
     full_gradients = 1
     local_options = frozenset({"weight_decay"})
     alpha: float = 0.95

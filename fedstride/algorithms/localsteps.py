@@ -47,6 +47,10 @@ class LocalSteps(Algorithm):
         check_number(self, "scale", 0, open=True)
 
     @property
+    def inspects(self):  # everybody's smoothness
+        return self.step != "given"
+
+    @property
     def prologue(self):
         return () if self.step == "given" else (Exchange(self.message, self.measure, self.smooth, "smoothness"),)
 

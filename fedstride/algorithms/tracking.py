@@ -98,6 +98,7 @@ class Tracking(GradientTracking):
     """
 
     full_only = True
+    inspects = property(lambda self: self.step != "given")  # everybody's smoothness
     step: str = "given"
     scale: float = 1.0
 

@@ -1,5 +1,6 @@
 """The server's life: wait for the clients, run the engine over the network, write a checkpoint after every round."""
 
+import secrets
 import sys
 import tempfile
 import time
@@ -55,6 +56,10 @@ def serve(
     who.check(clients, experiment.rounds)
     rule.check(clients, experiment.rounds)
     inputs.check_schedule(method, schedule, rule, clients, experiment.rounds, bool(method.init_client(vector.x)))
+    protection = [settings[name] for name in ("guard", "robust", "privacy")]
+    inputs.check_protection(method, schedule, who, clients, experiment.rounds, *protection)
+    # The nodes know the experiment's seed; what they must not foresee is drawn from the system, anew at every start.
+    secret = experiment.seed if settings["privacy"] is None else secrets.randbits(62)
     batch = settings["batch_size"]
 
     def epoch(chosen: np.ndarray) -> np.ndarray:
@@ -64,10 +69,11 @@ def serve(
         vector, settings["loss"], settings["test"], settings["metrics"], None, experiment.weight_decay
     )
     rate = inputs.rate(settings["lr"], clients)
-    limits = (settings["stop"], schedule, settings["seconds"] or float("inf"))
+    limits = (settings["stop"], schedule, settings["seconds"] or float("inf"), *protection)
     plan = Plan(
-        method, fleet, who, rule, rate, epoch, experiment.rounds, experiment.seed, experiment.every, evaluate, *limits
-    )
+        method, fleet, who, rule, rate, epoch, experiment.rounds, experiment.seed, secret, experiment.every, evaluate,
+        *limits,
+    )  # fmt: skip
     run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline())
     job = partial(single_job, plan)
     expected = _uploads(experiment, prepared)

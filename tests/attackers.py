@@ -1,0 +1,27 @@
+"""Clients that lie: what some of them send is changed on its way to the server."""
+
+from contextlib import contextmanager
+
+import torch
+
+import fedstride as fs
+
+Simulator = fs.simulate.__globals__["Simulator"]
+
+
+@contextmanager
+def lying(clients, lie):
+    """The uploads of some clients are what `lie` makes of them: a function of a field's rows."""
+    train = Simulator._train
+
+    def false(self, exchange, message, jobs):
+        work, upload, memory = train(self, exchange, message, jobs)
+        liars = torch.as_tensor([client in clients for client in jobs.clients.tolist()])
+        changed = [torch.where(liars[:, None].to(value.device), lie(value), value) for value in upload]
+        return work, type(upload)(*changed) if upload else upload, memory
+
+    Simulator._train = false
+    try:
+        yield
+    finally:
+        Simulator._train = train
