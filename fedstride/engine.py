@@ -23,6 +23,7 @@ from fedstride.sampling import Jobs
 from fedstride.schedule import Deadline, Schedule, Sync
 from fedstride.steps import Steps
 from fedstride.timeline import Timeline
+from fedstride.wire import Wire
 
 Rate = Callable[[int], Any]  # round, counted from 1 -> a learning rate, or one a client
 
@@ -80,6 +81,7 @@ class Plan:
     stop: Callable[[dict], bool] | None = None
     schedule: Schedule = Sync()
     seconds: float = float("inf")  # no round begins after so many
+    wire: Wire = Wire()
 
     @property
     def deadline(self) -> Deadline | None:
@@ -165,7 +167,8 @@ def _exchange(
     Returns the jobs as they were done, of those whose reply was used: who failed it sits out the rest of the round.
     """
     algorithm = plan.algorithm
-    message, version, sent = exchange.message(run.state), max(0, row["round"] - 1), transport.sent
+    message = plan.wire.carry(exchange.message(run.state))
+    version, sent = max(0, row["round"] - 1), transport.sent
     if jobs is None:
         source = transport.gather(exchange, message, version)
     else:
@@ -183,10 +186,11 @@ def _exchange(
     done: list[Jobs] = []
     losses, rejected = [], 0
     for answers in source:
+        answers = answers._replace(upload=plan.wire.carry(answers.upload))
         used = finite(answers.upload, len(answers.jobs.clients))
         rejected += int((~used).sum())
         if not algorithm.pooled:
-            row["bytes_up"] += traffic(answers.upload)
+            row["bytes_up"] += plan.wire.bytes(answers.upload)
         transport.keep(answers, used)
         if run.timeline is not None:
             run.timeline.add(row["round"], exchange.name, answers.jobs, answers.spans, used)
@@ -201,7 +205,7 @@ def _exchange(
             replies.add(answers.jobs, answers.upload)
             done.append(answers.jobs)
     if not algorithm.pooled:
-        row["bytes_down"] += traffic(message) * (transport.sent - sent)
+        row["bytes_down"] += plan.wire.bytes(message) * (transport.sent - sent)
     run.seconds = row["seconds"] = transport.now
     row["rejected"] += rejected
     if losses and len(replies):
@@ -265,11 +269,6 @@ def rates(plan: Plan, number: int) -> np.ndarray:
     if plan.algorithm.common_lr and given.size > 1 and (given != given.flat[0]).any():
         raise FedstrideError(f"{plan.algorithm.name} needs the same lr for all clients")
     return np.broadcast_to(given.reshape(-1), (plan.fleet.clients,))
-
-
-def traffic(fields: Any) -> int:
-    """Bytes of the tensors in a message or upload."""
-    return sum(value.numel() * value.element_size() for value in fields or () if isinstance(value, Tensor))
 
 
 def finite(upload: Any, count: int) -> np.ndarray:

@@ -21,9 +21,9 @@ def travel(message):
 class Standin:
     """Nodes that answer when their replies are pulled, some at a time, in an order of their own."""
 
-    def __init__(self, experiment, clients, folder, half=False, seed=0, spoil=None, at_once=1):
+    def __init__(self, experiment, clients, folder, seed=0, spoil=None, at_once=1):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, SERVER, 1
-        config = {"experiment": json.dumps(experiment.dump()), "half": half}
+        config = {"experiment": json.dumps(experiment.dump())}
         self.contexts = {
             100 + client: Context(
                 1, 100 + client, {"client": client, "folder": str(folder / str(client))}, RecordDict(), config

@@ -25,7 +25,7 @@ description = partial(flower_description, clients=CLIENTS)
 
 def deployed(experiment, folder, **more):
     own = {name: more.pop(name) for name in ("spoil", "at_once") if name in more}
-    grid = Standin(experiment, CLIENTS, folder / "nodes", half=more.get("half", False), **own)
+    grid = Standin(experiment, CLIENTS, folder / "nodes", **own)
     return serve(experiment, grid, folder / "run", "test", CLIENTS, timeout=5.0, **more), grid
 
 
@@ -59,9 +59,23 @@ def test_float32_and_float16_on_the_wire(tmp_path):
     experiment = description("scaffold", dtype="float32")
     over, grid = deployed(experiment, tmp_path / "a")
     torch.testing.assert_close(over.x, simulated(experiment).x, rtol=1e-5, atol=1e-6)
-    half, less = deployed(experiment, tmp_path / "b", half=True)
+    half, less = deployed(description("scaffold", dtype="float32", wire="float16"), tmp_path / "b")
     assert less.bytes < 0.6 * grid.bytes
     assert 0 < (half.x - over.x).norm() < 1e-2 * over.x.norm()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float64", 1e-9)])
+@pytest.mark.parametrize("method", ["scaffold", "fedagrac", "fedlga", "fedveca", "fedbuff", "dlsgd-hetero"])
+def test_with_float16_on_the_wire_the_simulator_rounds_too(method, dtype, tolerance, tmp_path):
+    experiment = description(method, dtype=dtype, wire="float16")
+    over, _ = deployed(experiment, tmp_path)
+    trace = over.timeline.trace() if experiment.prepare().method.schedule.asynchronous else None
+    alone, exact = simulated(experiment, trace), simulated(description(method, dtype=dtype), trace)
+    assert (over.x - alone.x).norm() <= tolerance * alone.x.norm()
+    assert (exact.x - alone.x).norm() > 5e-6 * alone.x.norm()  # the rounding was seen
+    for mine, theirs, full in zip(over.rows, alone.rows, exact.rows):
+        for name in ("bytes_up", "bytes_down"):
+            assert mine[name] == theirs[name] < full[name]
 
 
 def test_a_server_that_starts_again_goes_on(tmp_path):

@@ -51,9 +51,9 @@ def hello(message: Message, context: Context) -> Message:
 @client.train()
 def train(message: Message, context: Context) -> Message:
     """One job."""
-    half = bool(context.run_config.get("half", False))
-    header, upload = _node(context).answer(*wire.unpack(message.content))
-    return Message(wire.pack(header, upload, half), reply_to=message)
+    node = _node(context)
+    header, upload = node.answer(*wire.unpack(message.content))
+    return Message(wire.pack(header, upload, node.half), reply_to=message)
 
 
 @server.main()
@@ -63,7 +63,7 @@ def main(grid: Grid, context: Context) -> None:
     folder = Path(str(config["folder"]))
     result = serve(
         _experiment(context), grid, folder, name=str(config["name"]), clients=int(config["clients"]),
-        half=bool(config.get("half", False)), timeout=float(config.get("timeout", 600.0)),
+        timeout=float(config.get("timeout", 600.0)),
         progress=lambda row: print(json.dumps(row), flush=True),
     )  # fmt: skip
     print(result.summary(), flush=True)

@@ -20,14 +20,13 @@ from fedstride.terminal import end, err, show
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 Home = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")]
-Half = Annotated[bool, typer.Option("--half", help="Send vectors as float16.")]
 Timeout = Annotated[float, typer.Option(help="Seconds after which a silent client is given up.")]
 Keys = Annotated[Path | None, typer.Option(help="Folder with certificates and keys, from `fedstride deploy keys`.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Send in the clear, also to other machines.")]
 
 
 @app.command()
-def local(items: Items = None, out: Home = Path("runs/deploy"), half: Half = False, timeout: Timeout = 600.0) -> None:
+def local(items: Items = None, out: Home = Path("runs/deploy"), timeout: Timeout = 600.0) -> None:
     """Server and clients on this machine, one process each, as many as the partition has clients."""
     experiment = Experiment.parse(description(items, None))
     clients = None if experiment.partition is None else experiment.partition.options.get("clients")
@@ -39,7 +38,7 @@ def local(items: Items = None, out: Home = Path("runs/deploy"), half: Half = Fal
             running.start(number)
 
     err.print(f"starting Flower's link and {clients} nodes; what they say is in {out / 'flower-stack'}")
-    _serve(experiment, stack.Stack(out / "flower-stack", int(clients)), out, half, timeout, started)
+    _serve(experiment, stack.Stack(out / "flower-stack", int(clients)), out, timeout, started)
 
 
 @app.command()
@@ -48,7 +47,7 @@ def server(
     items: Items = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 9092,
-    keys: Keys = None, insecure: Insecure = False, out: Home = Path("runs/deploy"), half: Half = False,
+    keys: Keys = None, insecure: Insecure = False, out: Home = Path("runs/deploy"),
     timeout: Timeout = 600.0,
 ) -> None:  # fmt: skip
     """The server of a federation; started again in the same folder, it goes on."""
@@ -56,7 +55,7 @@ def server(
     guard(host, keys, insecure)
     words = f"waiting for {clients} clients; each runs: fedstride deploy client --server HOST:{port} --number K ..."
     link = stack.Stack(out / "flower-stack", clients, host, port, keys)
-    _serve(experiment, link, out, half, timeout, lambda running: err.print(words))
+    _serve(experiment, link, out, timeout, lambda running: err.print(words))
 
 
 @app.command()
@@ -108,7 +107,7 @@ def guard(host: str, keys: Path | None, insecure: bool) -> None:
 
 
 def _serve(
-    experiment: Experiment, link: stack.Stack, out: Path, half: bool, timeout: float,
+    experiment: Experiment, link: stack.Stack, out: Path, timeout: float,
     started: Callable[[stack.Stack], None],
 ) -> None:  # fmt: skip
     """Run it, and show what came of it."""
@@ -118,7 +117,7 @@ def _serve(
     with link:
         started(link)
         settled = experiment.settled(len(prepared.classes))
-        link.run(settled, name, folder, half, timeout, lambda line: _tell(line, experiment))
+        link.run(settled, name, folder, timeout, lambda line: _tell(line, experiment))
     record = runs.read(folder.parent.name, experiment.seed, folder)
     if not record.ended:
         raise FedstrideError(

@@ -27,6 +27,7 @@ from fedstride.sampling import Jobs, Sampler
 from fedstride.simulate import make_oracle
 from fedstride.train import Work
 from fedstride.vector import VectorModel
+from fedstride.wire import make as make_wire
 
 ECHO = ("run", "client", "version", "repeat", "stage", "exchange")  # what tells one job from another
 
@@ -80,6 +81,7 @@ class Node:
 
     def __init__(self, experiment: Experiment, client: int, folder: Path, data: tuple[Any, Any] | None = None):
         self.client, self.method, self.folder, self.seed = client, experiment.make_method(), folder, experiment.seed
+        self.half = make_wire(experiment.wire).half
         device, dtype = inputs.device(experiment.device), getattr(torch, experiment.dtype)
         classes = 0  # a settled experiment names them
         if data is None:  # a fleet made of one data set, as in a simulation: take our part

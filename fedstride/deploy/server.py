@@ -27,6 +27,7 @@ from fedstride.results import Result
 from fedstride.schedule import Deadline, Schedule, SendBuffers
 from fedstride.timeline import Timeline
 from fedstride.vector import VectorModel
+from fedstride.wire import make as make_wire
 
 
 def serve(
@@ -35,7 +36,6 @@ def serve(
     folder: str | Path,
     name: str,
     clients: int,
-    half: bool = False,
     timeout: float = 600.0,
     progress: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> Result:
@@ -64,14 +64,15 @@ def serve(
         vector, settings["loss"], settings["test"], settings["metrics"], None, experiment.weight_decay
     )
     rate = inputs.rate(settings["lr"], clients)
-    limits = (settings["stop"], schedule, settings["seconds"] or float("inf"))
+    way = make_wire(experiment.wire)
+    limits = (settings["stop"], schedule, settings["seconds"] or float("inf"), way)
     plan = Plan(
         method, fleet, who, rule, rate, epoch, experiment.rounds, experiment.seed, experiment.every, evaluate, *limits
     )
     run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline())
     job = partial(single_job, plan)
     expected = _uploads(experiment, prepared)
-    network = Network(grid, nodes, method, vector.x, name, schedule, job, experiment.seed, expected, half, timeout)
+    network = Network(grid, nodes, method, vector.x, name, schedule, job, experiment.seed, expected, way.half, timeout)
     identity = {"method": repr(method), "experiment": experiment.dump(), "sizes": sizes.tolist(), "run": name}
     store = Folder(folder, identity, resume=True)
     store.load(run, network)  # type: ignore[arg-type]

@@ -153,14 +153,14 @@ class Stack:
             time.sleep(0.2)
 
     def run(
-        self, experiment: Experiment, name: str, folder: Path, half: bool = False, timeout: float = 600.0,
+        self, experiment: Experiment, name: str, folder: Path, timeout: float = 600.0,
         watch: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
         """Hand the run to the link and follow it to its end; results go to the folder, `watch` sees what is said."""
         app = self.folder / "app"
         app.mkdir(exist_ok=True)
         config = {
-            "experiment": json.dumps(experiment.dump()), "name": name, "clients": self.clients, "half": half,
+            "experiment": json.dumps(experiment.dump()), "name": name, "clients": self.clients,
             "timeout": timeout, "folder": str(folder.resolve()),
         }  # fmt: skip
         lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
