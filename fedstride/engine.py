@@ -82,6 +82,14 @@ class Plan:
     schedule: Schedule = Sync()
     seconds: float = float("inf")  # no round begins after so many
     wire: Wire = Wire()
+    present: np.ndarray | None = None  # who can be asked at all; None: everybody
+
+    def cohort(self, number: int) -> Cohort:
+        """Who takes part in a round."""
+        weights = self.fleet.weights.cpu().numpy()
+        here = np.arange(len(weights)) if self.present is None else self.present
+        drawn = self.participation.draw(generator(self.seed, "cohort", number), weights[here], number)
+        return drawn if self.present is None else drawn._replace(clients=here[drawn.clients])
 
     @property
     def deadline(self) -> Deadline | None:
@@ -101,18 +109,27 @@ class Run:
     timeline: Timeline | None = None  # recorded on request
 
 
-def play(run: Run, plan: Plan, transport: Transport, after: Callable[[Run], None]) -> None:
-    """Run until the last round, the target, or divergence; `after` sees the run at the end of every round."""
-    algorithm, weights = plan.algorithm, plan.fleet.weights.cpu().numpy()
+def play(
+    run: Run,
+    plan: Plan,
+    transport: Transport,
+    after: Callable[[Run], None],
+    before: Callable[[Plan], Plan] = lambda plan: plan,
+) -> None:
+    """Run until the last round, the target, or divergence.
+
+    `after` sees the run at the end of every round; `before` may renew the plan, where clients come and go.
+    """
+    algorithm = plan.algorithm
     if run.round == 0 and algorithm.prologue and not run.rows:
-        everyone = Full().draw(generator(plan.seed), weights, 0)
+        known = torch.nonzero(plan.fleet.sizes)[:, 0].cpu().numpy()
+        everyone = Cohort(known, np.ones_like(known))
         insisting = tuple(exchange._replace(insist=True) for exchange in algorithm.prologue)
         _round(run, plan, transport, everyone, Full(), insisting, 0)
         after(run)
     while run.status == "running" and run.round < plan.rounds and run.seconds < plan.seconds:
-        number, cohort = run.round + 1, None
-        if not plan.schedule.asynchronous:
-            cohort = plan.participation.draw(generator(plan.seed, "cohort", number), weights, number)
+        plan, number = before(plan), run.round + 1
+        cohort = None if plan.schedule.asynchronous else plan.cohort(number)
         _round(run, plan, transport, cohort, plan.participation, algorithm.exchanges, number)
         after(run)
     if run.status == "running":
@@ -217,7 +234,10 @@ def _exchange(
         run.state = exchange.server(run.state, replies)
     elif rejected and exchange.audience is None and jobs is not None:
         run.status = "diverged"
-    if jobs is None and len(transport.refused) >= plan.fleet.clients:  # nobody's upload is usable any more
+    everyone = range(plan.fleet.clients) if plan.present is None else plan.present
+    if (
+        jobs is None and transport.refused and transport.refused.issuperset(everyone)
+    ):  # nobody's upload is usable any more
         run.status = "diverged"
     if jobs is None or exchange.audience is not None:  # those who were not asked did not fail
         return jobs

@@ -43,7 +43,7 @@ class Simulator:
         pace: Pace,
         schedule: Schedule,
         plan_job: Callable[[int, int], tuple[int, int, float]],
-        wire: Wire = Wire(),
+        wire: Wire,
     ):
         self._oracle, self._sampler, self._local, self._chunk, self._seed = oracle, sampler, local, chunk, seed
         self._pace, self._extra = pace, algorithm.full_gradients

@@ -56,7 +56,9 @@ class Standin:
 
     def _answer(self, number):
         message = self.waiting.pop(number)
-        context = self.contexts[message.metadata.dst_node_id]
+        context = self.contexts.get(message.metadata.dst_node_id)
+        if context is None:
+            return [travel(Message(Error(code=0, reason="the node is gone"), reply_to=message))]
         try:
             reply = apps.client(message, context)
         except Exception as error:  # as Flower does: what an app raises becomes an error reply

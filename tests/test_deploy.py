@@ -14,7 +14,7 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride
 from flwr.app import Error, Message  # noqa: E402
 from standin import Standin  # noqa: E402
 
-from fedstride.deploy import apps, cli, keys, network, wire  # noqa: E402
+from fedstride.deploy import apps, cli, keys, network, roll, wire  # noqa: E402
 from fedstride.deploy.server import serve  # noqa: E402
 
 CLIENTS = 4
@@ -33,6 +33,7 @@ def deployed(experiment, folder, **more):
 def quick(monkeypatch):
     monkeypatch.setattr(network, "POLL", 0.0)
     monkeypatch.setattr("fedstride.deploy.server.POLL", 0.0)
+    monkeypatch.setattr(roll, "LOOK", 0.0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -323,7 +324,7 @@ def test_two_nodes_with_one_number_are_refused(tmp_path):
     grid = Standin(experiment, CLIENTS, tmp_path)
     grid.contexts[101].node_config["client"] = 0
     with pytest.raises(fs.FedstrideError, match="each needs its own number"):
-        serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=5.0)
+        serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=0.5)
 
 
 def test_half_precision_keeps_large_numbers():

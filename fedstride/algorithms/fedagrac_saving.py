@@ -44,6 +44,7 @@ class FedaGracSaving(Algorithm):
     same trajectory as that to rounding. The server needs 2 N vectors of memory.
     """
 
+    fixed_fleet = True  # the server keeps a row a client
     local_options = frozenset({"weight_decay", "clip"})
     calibration: float | tuple = 1.0  # lambda
     mode: str = "std"

@@ -70,6 +70,7 @@ class FedVeca(Algorithm):
     """
 
     assigns = True
+    fixed_fleet = True  # tau has an entry a client
     common_lr = True
     full_gradients = 1
     local_options = frozenset({"weight_decay"})

@@ -1,25 +1,26 @@
 """The server's life: wait for the clients, run the engine over the network, write a checkpoint after every round."""
 
+import dataclasses
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Message
 
 from fedstride import inputs
 from fedstride import steps as step_rules
+from fedstride.algorithm import Algorithm
 from fedstride.checkpoint import Folder
 from fedstride.clients import Fleet
 from fedstride.deploy import wire
 from fedstride.deploy.network import POLL, Network
 from fedstride.deploy.node import Node, anybody
-from fedstride.engine import Plan, Run, play, single_job
+from fedstride.deploy.roll import Roll
+from fedstride.engine import Plan, Run, play
 from fedstride.errors import FedstrideError
 from fedstride.evaluation import Evaluation
 from fedstride.experiment import Experiment, Prepared
@@ -46,43 +47,73 @@ def serve(
         raise FedstrideError(f"{method.name} pools all data in one place; it cannot be deployed")
     schedule = settings["schedule"] or method.schedule
     _refuse(experiment, schedule)
-    nodes, sizes = _meet(grid, clients, timeout)
-    share = sizes / sizes.sum() if (experiment.weights or method.weights) == "data" else np.full(clients, 1 / clients)
-    fleet = Fleet(torch.as_tensor(share), torch.as_tensor(sizes))
     vector = VectorModel(prepared.model, settings["dtype"])
     who = inputs.participation(method, settings["participation"], schedule)
     rule = step_rules.resolve(settings["steps"])
+    listed = _listed(experiment)
+    count = max(clients, listed)
     who.check(clients, experiment.rounds)
-    rule.check(clients, experiment.rounds)
+    rule.check(count, experiment.rounds)
     inputs.check_schedule(method, schedule, rule, clients, experiment.rounds, bool(method.init_client(vector.x)))
     batch = settings["batch_size"]
 
     def epoch(chosen: np.ndarray) -> np.ndarray:
-        return np.ones(len(chosen), dtype=np.int64) if batch is None else -(-sizes[chosen] // batch)
+        sizes = np.array([roll.sizes[int(client)] for client in chosen], dtype=np.int64)
+        return np.ones(len(chosen), dtype=np.int64) if batch is None else -(-sizes // batch)
 
     evaluate = Evaluation(
         vector, settings["loss"], settings["test"], settings["metrics"], None, experiment.weight_decay
     )
-    rate = inputs.rate(settings["lr"], clients)
+    rate = inputs.rate(settings["lr"], count)
     way = make_wire(experiment.wire)
     limits = (settings["stop"], schedule, settings["seconds"] or float("inf"), way)
     plan = Plan(
-        method, fleet, who, rule, rate, epoch, experiment.rounds, experiment.seed, experiment.every, evaluate, *limits
+        method,
+        anybody(count, vector.x),
+        who,
+        rule,
+        rate,
+        epoch,
+        experiment.rounds,
+        experiment.seed,
+        experiment.every,
+        evaluate,
+        *limits,
     )
-    run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline())
-    job = partial(single_job, plan)
-    expected = _uploads(experiment, prepared)
-    network = Network(grid, nodes, method, vector.x, name, schedule, job, experiment.seed, expected, way.half, timeout)
-    identity = {"method": repr(method), "experiment": experiment.dump(), "sizes": sizes.tolist(), "run": name}
+    run = Run(method.init(vector.x.clone(), plan.fleet), timeline=Timeline())
+    roll = Roll(
+        grid, lambda client, size: _hindrance(client, size, method, roll.sizes, clients, listed, bool(run.rows))
+    )
+    network = Network(grid, roll, plan, vector.x, name, _uploads(experiment, prepared), timeout)
+    identity = {"method": repr(method), "experiment": experiment.dump(), "run": name}
     store = Folder(folder, identity, resume=True)
     store.load(run, network)  # type: ignore[arg-type]
+    _meet(roll, clients, network.awaited, timeout)
+
+    def renewed(plan: Plan) -> Plan:
+        """The plan with the fleet as it is known now, and who of it is there."""
+        start = time.monotonic()
+        network.look()
+        while not network.here or (method.full_only and len(network.here) < len(roll.sizes)):
+            if time.monotonic() - start > timeout:
+                there = f"only clients {network.here} are there" if network.here else "no client is there"
+                raise FedstrideError(f"for {timeout:g} s {there}; the same command goes on from the last round")
+            time.sleep(POLL)
+            network.look()
+        fleet = _fleet(roll.sizes, listed, experiment.weights or method.weights)
+        network.plan = dataclasses.replace(plan, fleet=fleet, present=np.array(network.here))
+        return network.plan
+
+    if not run.rows:
+        plan = renewed(plan)
+        run.state = method.init(vector.x.clone(), plan.fleet)
 
     def after(run: Run) -> None:
         store.append(run)
         store.save(run, network, {"backend": "flower"})  # type: ignore[arg-type]
         progress(run.rows[-1])
 
-    play(run, plan, network, after)
+    play(run, plan, network, after, renewed)
     store.save(run, network, {"backend": "flower"})  # type: ignore[arg-type]
     assert run.timeline is not None
     run.timeline.add_gone((job, "in flight") for job in network.under_way())
@@ -120,30 +151,50 @@ def _uploads(experiment: Experiment, prepared: Prepared) -> dict[str, dict[str, 
     return found
 
 
-def _meet(grid: Any, clients: int, timeout: float) -> tuple[dict[int, int], np.ndarray]:
-    """Wait until so many nodes are there and have said who they are: client -> node, and everybody's size."""
-    facts: dict[int, dict[str, Any]] = {}  # by node
-    asked: dict[str, int] = {}
+def _listed(experiment: Experiment) -> int:
+    """How many clients the experiment lists one by one; 0: what it says holds for anybody."""
+    given = [value for value in (experiment.steps, experiment.lr) if isinstance(value, tuple) and len(value) > 1]
+    return max(map(len, given), default=0)
+
+
+def _hindrance(
+    client: int, size: int, method: Algorithm, known: dict[int, int], clients: int, listed: int, started: bool
+) -> str:
+    """Why a client cannot take part; empty if it can."""
+    if client < 0 or size < 1:
+        return f"its number is {client} and it has {size} examples"
+    if listed and client >= listed:
+        return f"steps or lr are listed for {listed} clients, from 0"
+    if not method.fixed_fleet:
+        return ""
+    if client not in known and (started or client >= clients):
+        return f"{method.name} works with the fleet it starts with, numbers 0 to {clients - 1}; nobody can join later"
+    if known.get(client, size) != size:
+        return f"it has {size} examples and had {known[client]}, on which the vectors of {method.name} build"
+    return ""
+
+
+def _fleet(sizes: dict[int, int], listed: int, weights: str) -> Fleet:
+    """Everybody who is known; a number nobody has told has no weight."""
+    table = np.zeros(max(listed, max(sizes) + 1), dtype=np.int64)
+    table[list(sizes)] = list(sizes.values())
+    share = table if weights == "data" else (table > 0).astype(np.int64)
+    return Fleet(torch.as_tensor(share / share.sum()), torch.as_tensor(table))
+
+
+def _meet(roll: Roll, clients: int, awaited: set[int], timeout: float) -> None:
+    """Wait for so many clients, or, when a run goes on, for those who were there; not for ever."""
     start = time.monotonic()
-    while len(facts) < clients:
-        new = [node for node in grid.get_node_ids() if node not in facts and node not in asked.values()]
-        requests = [
-            Message(wire.pack({"hello": True}, ()), dst_node_id=node, message_type="query", group_id="0")
-            for node in new
-        ]
-        asked |= dict(zip(grid.push_messages(requests), new)) if requests else {}
-        for reply in grid.pull_messages(list(asked)):
-            node = asked.pop(reply.metadata.reply_to_message_id, None)
-            if node is not None and reply.has_error():
-                sys.stderr.write(f"client at node {node} failed: {reply.error.reason}\n")
-            elif node is not None:
-                facts[node] = wire.unpack(reply.content)[0]
+    while len(roll.nodes) < clients if not awaited else not awaited.issubset(roll.nodes):
+        roll.look()
         if time.monotonic() - start > timeout:
-            raise FedstrideError(f"{len(facts)} of {clients} clients have come within {timeout:g} s")
+            if awaited and roll.nodes:
+                sys.stderr.write(
+                    f"clients {sorted(awaited - set(roll.nodes))} have not come back; it goes on without\n"
+                )
+                return
+            raise FedstrideError(
+                f"clients {sorted(roll.nodes)} have come within {timeout:g} s, {len(awaited) or clients} are needed; "
+                "each needs its own number"
+            )
         time.sleep(POLL)
-    nodes = {int(known["client"]): node for node, known in facts.items()}
-    if sorted(nodes) != list(range(clients)):
-        raise FedstrideError(
-            f"the nodes call themselves {sorted(nodes)}; each needs its own number from 0 to {clients - 1}"
-        )
-    return nodes, np.array([int(facts[nodes[client]]["size"]) for client in range(clients)])
