@@ -11,6 +11,7 @@ import torch
 from problems import flower_description, simulated
 
 import fedstride as fs
+from fedstride.algorithm import REGISTRY
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride[deploy]")
 
@@ -18,6 +19,8 @@ from fedstride.deploy import keys  # noqa: E402
 from fedstride.deploy import stack as programs
 from fedstride.deploy.stack import Stack  # noqa: E402
 from fedstride.timeline import Timeline  # noqa: E402
+
+METHODS = [name for name, method in sorted(REGISTRY.items()) if not method.pooled]
 
 
 def outcome(folder):
@@ -43,6 +46,23 @@ def test_a_synchronous_and_an_asynchronous_run_equal_their_simulations(tmp_path)
             torch.testing.assert_close(x, simulated(experiment, trace).x, rtol=1e-9, atol=1e-11)
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
     assert not left, f"processes {left} are still there"
+
+
+@pytest.mark.slow
+def test_every_method_over_real_processes_equals_its_simulation(tmp_path):
+    far = {}
+    with Stack(tmp_path, 2) as stack:
+        stack.start(0)
+        stack.start(1)
+        for method in METHODS:
+            experiment = flower_description(method, clients=2, rounds=2)
+            stack.run(experiment, method, folder=tmp_path / method, timeout=120)
+            x, rows, timeline = outcome(tmp_path / method)
+            trace = timeline.trace() if experiment.prepare().method.schedule.asynchronous else None
+            alone = simulated(experiment, trace)
+            far[method] = float((x - alone.x).norm() / alone.x.norm())
+            print(f"| {method} | {rows[-1]['round']} | {far[method]:.1e} |", flush=True)  # pytest -s shows the table
+    assert max(far.values()) < 1e-9 and len(far) == len(METHODS), far
 
 
 @pytest.mark.slow

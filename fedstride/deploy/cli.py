@@ -10,12 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from fedstride import runs
+from fedstride import report, runs
 from fedstride.arguments import Items, description
 from fedstride.deploy import stack
 from fedstride.errors import FedstrideError
 from fedstride.experiment import Experiment
-from fedstride.terminal import end, err, show
+from fedstride.study import Planned, Study
+from fedstride.terminal import end, err, live, show
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -62,7 +63,9 @@ def server(
 def client(
     server: Annotated[str, typer.Option(help="HOST:PORT of the server.")],
     number: Annotated[int, typer.Option(min=0, help="This client's number, from 0.")],
-    data: Annotated[Path | None, typer.Option(help="An .npz file with the arrays inputs and targets.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="An .npz file with inputs and targets, or a .py file whose load() returns them.")
+    ] = None,
     memory: Annotated[Path, typer.Option(help="Folder for what this client remembers.")] = Path("memory"),
     keys: Keys = None, insecure: Insecure = False,
 ) -> None:  # fmt: skip
@@ -112,19 +115,27 @@ def _serve(
 ) -> None:  # fmt: skip
     """Run it, and show what came of it."""
     prepared = experiment.prepare(real=True)  # mistakes come out before anything starts
-    folder = out / str(experiment.method) / f"seed-{experiment.seed}"
+    study = Study(experiment)
+    (plan,) = study.plans
+    folder = out / plan.folder
     name = _name(folder, experiment)
-    with link:
+    with live(study, False) as (watch, done), link:
         started(link)
         settled = experiment.settled(len(prepared.classes))
-        link.run(settled, name, folder, timeout, lambda line: _tell(line, experiment))
-    record = runs.read(folder.parent.name, experiment.seed, folder)
-    if not record.ended:
-        raise FedstrideError(
-            f"the run ended early, after round {record.round}; the same command goes on; see the logs in {link.folder}"
-        )
+        try:
+            link.run(settled, name, folder, timeout, lambda line: _tell(line, plan, watch))
+        except FedstrideError as error:
+            raise FedstrideError(f"{error}; the rounds that are done are kept, and the same command goes on") from None
+        record = runs.read(plan.label, experiment.seed, folder)
+        if not record.ended:
+            raise FedstrideError(
+                f"the run ended early, after round {record.round}; the same command goes on; see the logs in "
+                f"{link.folder}"
+            )
+        done(plan, record.run)
     results = {record.label: [record.run]}
-    show(results, None, folder)
+    show(results, None, folder, record.clock)
+    typer.echo(f"report: {report.write(out)}")
     end(results)
 
 
@@ -141,15 +152,17 @@ def _name(folder: Path, experiment: Experiment) -> str:
     return path.read_text()
 
 
-def _tell(line: str, experiment: Experiment) -> None:
-    """Rows become a line of progress; what our side says is said, Flower's own words are not."""
+def _tell(line: str, plan: Planned, watch: Callable[[Planned, dict[str, Any]], None]) -> None:
+    """Rows become progress; what our side says is said, Flower's own words are not."""
     try:
         row: Any = json.loads(line)
     except ValueError:
         row = None
     if isinstance(row, dict) and "round" in row:
-        accuracy = f", accuracy {row['accuracy']:.3f}" if "accuracy" in row else ""
-        where = f"round {row['round']}/{experiment.rounds}"
-        err.print(f"{where}: {row['clients']} clients, {row['seconds']:.1f} s{accuracy}")
-    elif line.startswith(("client", "the reply")) or "FedstrideError: " in line:
+        watch(plan, row)
+        if not err.is_terminal:  # there is no bar
+            accuracy = f", accuracy {row['accuracy']:.3f}" if "accuracy" in row else ""
+            where = f"round {row['round']}/{plan.experiment.rounds}"
+            err.print(f"{where}: {row['clients']} clients, {row['seconds']:.1f} s{accuracy}")
+    elif line.startswith(("client", "the reply", "the experiment")) or "FedstrideError: " in line:
         err.print(line.rpartition("FedstrideError: ")[2])

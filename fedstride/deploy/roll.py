@@ -23,6 +23,7 @@ class Roll:
         self._grid, self._admit = grid, admit
         self.nodes: dict[int, int] = {}  # client -> the node where it is now
         self.sizes: dict[int, int] = {}  # everybody's number of examples, also of those who have left
+        self.strange: set[int] = set()  # clients with data of their own, which the server does not have
         self._facts: dict[int, tuple[int, int]] = {}  # node -> client and number of examples
         self._asked: dict[str, int] = {}  # greetings under way -> node
         self._mute: dict[int, float] = {}  # nodes that could not answer -> when
@@ -59,6 +60,8 @@ class Roll:
                     raise FedstrideError(reply.error.reason)
                 facts = wire.unpack(reply.content)[0]
                 self._facts[node] = int(facts["client"]), int(facts["size"])
+                if facts["own"]:
+                    self.strange.add(int(facts["client"]))
             except (FedstrideError, KeyError, TypeError, ValueError) as error:
                 self._mute[node] = now
                 self._say(f"client at node {node} failed: {error}")

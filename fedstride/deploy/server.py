@@ -1,6 +1,7 @@
 """The server's life: wait for the clients, run the engine over the network, write a checkpoint after every round."""
 
 import dataclasses
+import json
 import sys
 import tempfile
 import time
@@ -14,7 +15,7 @@ import torch
 from fedstride import inputs
 from fedstride import steps as step_rules
 from fedstride.algorithm import Algorithm
-from fedstride.checkpoint import Folder
+from fedstride.checkpoint import Folder, write_whole
 from fedstride.clients import Fleet
 from fedstride.deploy import wire
 from fedstride.deploy.network import POLL, Network
@@ -26,9 +27,12 @@ from fedstride.evaluation import Evaluation
 from fedstride.experiment import Experiment, Prepared
 from fedstride.results import Result
 from fedstride.schedule import Deadline, Schedule, SendBuffers
+from fedstride.study import facts
 from fedstride.timeline import Timeline
 from fedstride.vector import VectorModel
 from fedstride.wire import make as make_wire
+
+SETUP = {"backend": "flower", "clock": "wall-clock"}
 
 
 def serve(
@@ -110,15 +114,22 @@ def serve(
 
     def after(run: Run) -> None:
         store.append(run)
-        store.save(run, network, {"backend": "flower"})  # type: ignore[arg-type]
+        store.save(run, network, SETUP)  # type: ignore[arg-type]
         progress(run.rows[-1])
 
     play(run, plan, network, after, renewed)
-    store.save(run, network, {"backend": "flower"})  # type: ignore[arg-type]
+    store.save(run, network, SETUP)  # type: ignore[arg-type]
     assert run.timeline is not None
     run.timeline.add_gone((job, "in flight") for job in network.under_way())
     x = method.model(run.state)
-    return Result(x, vector.loaded(x), run.rows, run.status, method.name, "flower", run.state, None, 1.0, run.timeline)
+    result = Result(
+        x, vector.loaded(x), run.rows, run.status, method.name, "flower", run.state, None, 1.0, run.timeline
+    )
+    # What everybody holds is known here only where all have taken their part of the experiment's own data set.
+    known = not roll.strange and set(roll.sizes) == set(range(len(prepared.clients)))
+    told = facts(result, prepared) if known else {"sizes": plan.fleet.sizes.tolist()}
+    write_whole(Path(folder) / "clients.json", json.dumps(told).encode())
+    return result
 
 
 def _refuse(experiment: Experiment, schedule: Schedule) -> None:
@@ -127,6 +138,8 @@ def _refuse(experiment: Experiment, schedule: Schedule) -> None:
         raise FedstrideError("a deployed client hands in what it has at the deadline; use late='cut'")
     if isinstance(schedule, SendBuffers) and schedule.resend:
         raise FedstrideError("a deployed client does not send the same update twice; leave resend out")
+    if experiment.world is not None:
+        sys.stderr.write("the experiment's world is not used: over a network devices and links are what they are\n")
     if experiment.train_loss:
         raise FedstrideError("the server does not see the clients' data, so there is no train_loss; leave it out")
 

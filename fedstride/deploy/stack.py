@@ -102,7 +102,7 @@ class Stack:
             secure = ["--ssl-ca-certfile", str(self.keys / "ca.crt"), "--ssl-certfile", str(self.keys / "server.crt")]
             secure += ["--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth"]
         try:
-            self._open(
+            self._link = self._open(
                 "link", "flower-superlink", *secure, "--host", self.host, "--port", str(self.port),
                 "--disable-runtime-dependency-installation", "--database", str(home / "state.db"),
                 "--isolation", "process",
@@ -110,7 +110,7 @@ class Stack:
             self._wait()
             self._open("executor", "flower-superexec", *trusting(self.keys), "--runtime-api-address", here)
             for number in range(self.clients if self.keys is not None else 0):
-                self._flwr("supernode", "register", str(self.keys / f"node-{number}.pub"), "here")  # type: ignore[operator]
+                self._register(number)
         except BaseException:
             self._stack.close()
             raise
@@ -136,6 +136,15 @@ class Stack:
             raise FedstrideError(
                 f"flwr {arguments[0]} ended with {running.returncode}: {words}; logs are in {self.folder}"
             )
+
+    def _register(self, number: int) -> None:
+        """Let a key in; the link knows it already if the server was here before."""
+        assert self.keys is not None
+        try:
+            self._flwr("supernode", "register", str(self.keys / f"node-{number}.pub"), "here")
+        except FedstrideError as error:
+            if "already in use" not in str(error):
+                raise
 
     def start(self, number: int, data: Path | None = None) -> None:
         """A node on this machine."""
@@ -166,7 +175,14 @@ class Stack:
         lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
         (app / "pyproject.toml").write_text(APP.format(config=lines))
         (app / "app.py").write_text("from fedstride.deploy import apps\n\nclient = apps.client\nserver = apps.server\n")
-        self._flwr("run", str(app), "here", "--stream", watch=watch)
+        try:
+            self._flwr("run", str(app), "here", "--stream", watch=watch)
+        except FedstrideError:
+            if self._link.poll() is not None:
+                raise FedstrideError(
+                    f"Flower's link has died; its last words are in {self.folder / 'link.log'}"
+                ) from None
+            raise
 
 
 def trusting(keys: Path | None) -> list[str]:
