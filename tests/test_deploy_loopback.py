@@ -106,7 +106,7 @@ def test_a_node_that_is_killed_is_missed_and_comes_back(tmp_path):
         def watch(line):
             said.append(line)
             if line.startswith('{"round": 2,'):
-                os.killpg(stack.nodes[1].pid, signal.SIGKILL)
+                os.killpg(stack.processes["node-1"].pid, signal.SIGKILL)
 
         stack.run(experiment, "kill", tmp_path / "run", timeout=60, watch=watch)
     x, rows, timeline = outcome(tmp_path / "run")

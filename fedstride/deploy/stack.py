@@ -87,7 +87,7 @@ class Stack:
         self.folder, self.clients, self.host, self.port = folder.resolve(), clients, host, at or port()
         self.keys = None if keys is None else keys.resolve()
         self._stack = ExitStack()
-        self.nodes: dict[int, subprocess.Popen] = {}
+        self.processes: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> "Stack":
         home = self.folder / "flower"
@@ -102,7 +102,7 @@ class Stack:
             secure = ["--ssl-ca-certfile", str(self.keys / "ca.crt"), "--ssl-certfile", str(self.keys / "server.crt")]
             secure += ["--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth"]
         try:
-            self._link = self._open(
+            self._open(
                 "link", "flower-superlink", *secure, "--host", self.host, "--port", str(self.port),
                 "--disable-runtime-dependency-installation", "--database", str(home / "state.db"),
                 "--isolation", "process",
@@ -119,8 +119,8 @@ class Stack:
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
-    def _open(self, name: str, *arguments: str) -> subprocess.Popen:
-        return self._stack.enter_context(process(name, list(arguments), self.folder))
+    def _open(self, name: str, *arguments: str) -> None:
+        self.processes[name] = self._stack.enter_context(process(name, list(arguments), self.folder))
 
     def _flwr(self, *arguments: str, watch: Callable[[str], None] = lambda line: None) -> None:
         """One of Flower's commands, to its end."""
@@ -149,7 +149,7 @@ class Stack:
     def start(self, number: int, data: Path | None = None) -> None:
         """A node on this machine."""
         arguments = node(f"127.0.0.1:{self.port}", number, self.folder / "memory" / str(number), data, self.keys)
-        self.nodes[number] = self._open(f"node-{number}", *arguments)
+        self._open(f"node-{number}", *arguments)
 
     def _wait(self) -> None:
         start = time.monotonic()
@@ -178,7 +178,7 @@ class Stack:
         try:
             self._flwr("run", str(app), "here", "--stream", watch=watch)
         except FedstrideError:
-            if self._link.poll() is not None:
+            if self.processes["link"].poll() is not None:
                 raise FedstrideError(
                     f"Flower's link has died; its last words are in {self.folder / 'link.log'}"
                 ) from None
