@@ -109,8 +109,8 @@ class Stack:
             )  # fmt: skip
             self._wait()
             self._open("executor", "flower-superexec", *trusting(self.keys), "--runtime-api-address", here)
-            for number in range(self.clients if self.keys is not None else 0):
-                self._register(number)
+            for key in [] if self.keys is None else sorted(self.keys.glob("node-*.pub")):
+                self._register(key)
         except BaseException:
             self._stack.close()
             raise
@@ -137,11 +137,10 @@ class Stack:
                 f"flwr {arguments[0]} ended with {running.returncode}: {words}; logs are in {self.folder}"
             )
 
-    def _register(self, number: int) -> None:
+    def _register(self, key: Path) -> None:
         """Let a key in; the link knows it already if the server was here before."""
-        assert self.keys is not None
         try:
-            self._flwr("supernode", "register", str(self.keys / f"node-{number}.pub"), "here")
+            self._flwr("supernode", "register", str(key), "here")
         except FedstrideError as error:
             if "already in use" not in str(error):
                 raise
