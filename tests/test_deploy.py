@@ -33,6 +33,7 @@ def deployed(experiment, folder, **more):
 def quick(monkeypatch):
     monkeypatch.setattr(network, "POLL", 0.0)
     monkeypatch.setattr("fedstride.deploy.server.POLL", 0.0)
+    monkeypatch.setattr(roll, "POLL", 0.0)
     monkeypatch.setattr(roll, "LOOK", 0.0)
 
 

@@ -27,6 +27,7 @@ def description(method, **more):
 def quick(monkeypatch):
     monkeypatch.setattr(network, "POLL", 0.0)
     monkeypatch.setattr("fedstride.deploy.server.POLL", 0.0)
+    monkeypatch.setattr(roll, "POLL", 0.0)
     monkeypatch.setattr(roll, "LOOK", 0.0)
 
 

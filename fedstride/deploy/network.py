@@ -20,7 +20,7 @@ from fedstride.algorithm import Exchange
 from fedstride.courses import Job
 from fedstride.deploy import wire
 from fedstride.deploy.node import ECHO, job_name
-from fedstride.deploy.roll import Roll
+from fedstride.deploy.roll import POLL, Roll
 from fedstride.engine import Answers, Plan, single_job
 from fedstride.errors import FedstrideError
 from fedstride.keys import draw, generator, key
@@ -29,7 +29,6 @@ from fedstride.participation import Uniform
 from fedstride.sampling import Jobs
 from fedstride.schedule import Buffered, Deadline, SendBuffers
 
-POLL = 0.1  # seconds between looks for replies
 PATIENCE = 3  # rejected uploads in a row after which a client is set aside
 ROOM = 1 << 28  # bytes of uploads that are fetched at once
 
@@ -324,7 +323,8 @@ class Network:
         """Undo `dump`."""
         self._accepted = {client: job for client, job in stored["accepted"]}
         self._durable, self._strikes = dict(self._accepted), {client: count for client, count in stored["strikes"]}
-        self._dispatches, self.roll.sizes = stored["dispatches"], {client: size for client, size in stored["sizes"]}
+        self._dispatches = stored["dispatches"]
+        self.roll.sizes.update({client: size for client, size in stored["sizes"]})
         self.awaited = set(stored["here"])
         self._origin = time.monotonic() - now
 

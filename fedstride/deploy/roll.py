@@ -11,6 +11,7 @@ from fedstride.deploy import wire
 from fedstride.errors import FedstrideError
 
 LOOK = 3.0  # seconds between looks for nodes
+POLL = 0.1  # seconds between looks for anything
 GREETED = 16  # at the same time, since on one machine every answer is a process
 AGAIN = 30.0  # seconds until a node that could not say who it is is asked again
 
@@ -30,6 +31,23 @@ class Roll:
         self._mute: dict[int, float] = {}  # nodes that could not answer -> when
         self._looked = -LOOK
         self._said: set[str] = set()
+
+    def meet(self, clients: int, awaited: set[int], timeout: float) -> None:
+        """Wait for so many clients, or, when a run goes on, for those who were there; not for ever."""
+        start = time.monotonic()
+        while not awaited.issubset(self.nodes) if awaited else len(self.nodes) < clients:
+            self.look()
+            if time.monotonic() - start > timeout:
+                if awaited and self.nodes:
+                    self._say(
+                        f"clients {sorted(awaited - set(self.nodes))} have not come back; it goes on without them"
+                    )
+                    return
+                raise FedstrideError(
+                    f"clients {sorted(self.nodes)} have come within {timeout:g} s, {len(awaited) or clients} are "
+                    "needed; each needs its own number"
+                )
+            time.sleep(POLL)
 
     def look(self) -> list[int]:
         """Greet who is new, forget who is gone; the clients that have come, or come back, since the last look."""

@@ -18,9 +18,9 @@ from fedstride.algorithm import Algorithm
 from fedstride.checkpoint import Folder, write_whole
 from fedstride.clients import Fleet
 from fedstride.deploy import wire
-from fedstride.deploy.network import POLL, Network
+from fedstride.deploy.network import Network
 from fedstride.deploy.node import Node, anybody
-from fedstride.deploy.roll import Roll
+from fedstride.deploy.roll import POLL, Roll
 from fedstride.engine import Plan, Run, play
 from fedstride.errors import FedstrideError
 from fedstride.evaluation import Evaluation
@@ -51,48 +51,17 @@ def serve(
         raise FedstrideError(f"{method.name} pools all data in one place; it cannot be deployed")
     schedule = settings["schedule"] or method.schedule
     _refuse(experiment, schedule)
-    vector = VectorModel(prepared.model, settings["dtype"])
-    who = inputs.participation(method, settings["participation"], schedule)
-    rule = step_rules.resolve(settings["steps"])
-    listed = _listed(experiment)
-    count = max(clients, listed)
-    who.check(clients, experiment.rounds)
-    rule.check(count, experiment.rounds)
-    inputs.check_schedule(method, schedule, rule, clients, experiment.rounds, bool(method.init_client(vector.x)))
-    batch = settings["batch_size"]
-
-    def epoch(chosen: np.ndarray) -> np.ndarray:
-        sizes = np.array([roll.sizes[int(client)] for client in chosen], dtype=np.int64)
-        return np.ones(len(chosen), dtype=np.int64) if batch is None else -(-sizes // batch)
-
-    evaluate = Evaluation(
-        vector, settings["loss"], settings["test"], settings["metrics"], None, experiment.weight_decay
-    )
-    rate = inputs.rate(settings["lr"], count)
-    way = make_wire(experiment.wire)
-    limits = (settings["stop"], schedule, settings["seconds"] or float("inf"), way)
-    plan = Plan(
-        method,
-        anybody(count, vector.x),
-        who,
-        rule,
-        rate,
-        epoch,
-        experiment.rounds,
-        experiment.seed,
-        experiment.every,
-        evaluate,
-        *limits,
-    )
-    run = Run(method.init(vector.x.clone(), plan.fleet), timeline=Timeline())
+    vector, listed = VectorModel(prepared.model, settings["dtype"]), _listed(experiment)
     roll = Roll(
         grid, lambda client, size: _hindrance(client, size, method, roll.sizes, clients, listed, bool(run.rows))
     )
+    plan = _plan(experiment, prepared, vector, schedule, clients, max(clients, listed), roll.sizes)
+    run = Run(method.init(vector.x.clone(), plan.fleet), timeline=Timeline())
     network = Network(grid, roll, plan, vector.x, name, _uploads(experiment, prepared), timeout)
     identity = {"method": repr(method), "experiment": experiment.dump(), "run": name}
     store = Folder(folder, identity, resume=True)
     store.load(run, network)  # type: ignore[arg-type]
-    _meet(roll, clients, network.awaited, timeout)
+    roll.meet(clients, network.awaited, timeout)
 
     def renewed(plan: Plan) -> Plan:
         """The plan with the fleet as it is known now, and who of it is there."""
@@ -127,9 +96,34 @@ def serve(
     )
     # What everybody holds is known here only where all have taken their part of the experiment's own data set.
     known = not roll.strange and set(roll.sizes) == set(range(len(prepared.clients)))
-    told = facts(result, prepared) if known else {"sizes": plan.fleet.sizes.tolist()}
+    told = facts(result, prepared) if known else {"sizes": _fleet(roll.sizes, listed, "data").sizes.tolist()}
     write_whole(Path(folder) / "clients.json", json.dumps(told).encode())
     return result
+
+
+def _plan(
+    experiment: Experiment, prepared: Prepared, vector: VectorModel, schedule: Schedule, clients: int, count: int,
+    sizes: dict[int, int],
+) -> Plan:  # fmt: skip
+    """The settings of the run, for so many clients at the start; lists of steps or rates are for `count`."""
+    method, settings = prepared.method, prepared.settings
+    who = inputs.participation(method, settings["participation"], schedule)
+    rule = step_rules.resolve(settings["steps"])
+    who.check(clients, experiment.rounds)
+    rule.check(count, experiment.rounds)
+    inputs.check_schedule(method, schedule, rule, clients, experiment.rounds, bool(method.init_client(vector.x)))
+    batch = settings["batch_size"]
+
+    def epoch(chosen: np.ndarray) -> np.ndarray:
+        held = np.array([sizes[int(client)] for client in chosen], dtype=np.int64)
+        return np.ones(len(chosen), dtype=np.int64) if batch is None else -(-held // batch)
+
+    return Plan(
+        method, anybody(count, vector.x), who, rule, inputs.rate(settings["lr"], count), epoch, experiment.rounds,
+        experiment.seed, experiment.every,
+        Evaluation(vector, settings["loss"], settings["test"], settings["metrics"], None, experiment.weight_decay),
+        settings["stop"], schedule, settings["seconds"] or float("inf"), make_wire(experiment.wire),
+    )  # fmt: skip
 
 
 def _refuse(experiment: Experiment, schedule: Schedule) -> None:
@@ -193,21 +187,3 @@ def _fleet(sizes: dict[int, int], listed: int, weights: str) -> Fleet:
     table[list(sizes)] = list(sizes.values())
     share = table if weights == "data" else (table > 0).astype(np.int64)
     return Fleet(torch.as_tensor(share / share.sum()), torch.as_tensor(table))
-
-
-def _meet(roll: Roll, clients: int, awaited: set[int], timeout: float) -> None:
-    """Wait for so many clients, or, when a run goes on, for those who were there; not for ever."""
-    start = time.monotonic()
-    while len(roll.nodes) < clients if not awaited else not awaited.issubset(roll.nodes):
-        roll.look()
-        if time.monotonic() - start > timeout:
-            if awaited and roll.nodes:
-                sys.stderr.write(
-                    f"clients {sorted(awaited - set(roll.nodes))} have not come back; it goes on without\n"
-                )
-                return
-            raise FedstrideError(
-                f"clients {sorted(roll.nodes)} have come within {timeout:g} s, {len(awaited) or clients} are needed; "
-                "each needs its own number"
-            )
-        time.sleep(POLL)
