@@ -19,7 +19,7 @@ from fedstride.experiment import Experiment
 
 SCENES = {
     "nodes": (50, dict(rounds=20, participation={"name": "uniform", "n": 8}, model={"name": "mlp", "hidden": 8})),
-    "model": (3, dict(rounds=4, model={"name": "mlp", "hidden": 280_000}, dtype="float32")),
+    "model": (3, dict(rounds=4, model={"name": "mlp", "hidden": 1050}, lr=1e-9)),
 }
 
 
@@ -32,10 +32,11 @@ def main() -> None:
     clients, fields = SCENES[given.scene]
     clients = given.clients or clients
     fields |= {"rounds": given.rounds} if given.rounds else {}
-    experiment = Experiment(
-        partition={"name": "iid", "clients": clients}, method={"name": "fedavg"}, steps=2, batch_size=5, device="cpu",
-        **fields,
-    )  # fmt: skip
+    if given.scene == "nodes":
+        fields["partition"] = {"name": "iid", "clients": clients}
+    else:  # many parameters, and few numbers between the layers
+        fields["data"] = {"name": "least-squares", "clients": clients, "rows": 50, "features": 20_000}
+    experiment = Experiment(method={"name": "fedavg"}, steps=2, batch_size=5, device="cpu", **fields)
     with tempfile.TemporaryDirectory() as folder:
         rows = play(experiment, clients, Path(folder))
     seconds = [b["seconds"] - a["seconds"] for a, b in zip([{"seconds": 0.0}, *rows], rows)]
@@ -59,7 +60,8 @@ def play(experiment: Experiment, clients: int, folder: Path) -> list[dict]:
     with Stack(folder / "stack", clients) as stack, Peak(stack):
         for number in range(clients):
             stack.start(number)
-        stack.run(experiment.settled(10), "load", folder / "run", timeout=900.0, watch=watch)
+        classes = len(experiment.prepare(real=True).classes)
+        stack.run(experiment.settled(classes), "load", folder / "run", timeout=900.0, watch=watch)
     return rows
 
 

@@ -89,9 +89,8 @@ class FedaGracSaving(Algorithm):
         return Reference(g), Memory(g, g)
 
     def begun(self, state, replies):
-        return self.combine(
-            state._replace(local=state.local.index_copy(0, replies.clients, replies.rows("v"))), replies
-        )
+        local = state.local.index_copy(0, replies.clients, replies.rows("v"))
+        return self.combine(state._replace(local=local), replies)
 
     def client(self, work, msg, memory):
         y, avg, first = calibrated(self, work, msg, memory.nu)
