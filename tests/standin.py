@@ -40,6 +40,9 @@ class Standin:
     def push_messages(self, messages):
         numbers = []
         for message in messages:
+            if message.metadata.dst_node_id not in self.contexts:
+                numbers.append("")  # as the link does
+                continue
             self.count += 1
             number = f"m{self.count}"
             message.metadata.__dict__["_message_id"] = number  # the link's part

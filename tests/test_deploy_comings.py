@@ -94,6 +94,26 @@ def test_a_node_that_starts_again_while_it_trains_misses_a_round(tmp_path):
     torch.testing.assert_close(over.x, replayed(experiment, over).x, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("method", ["scaffold", "fedbuff"])
+def test_a_node_that_leaves_between_a_look_and_a_request_is_missed(method, tmp_path, monkeypatch):
+    experiment = description(method, rounds=9)
+    grid = Standin(experiment, CLIENTS, tmp_path / "nodes")
+    listed = list(grid.contexts)
+    grid.get_node_ids = lambda: listed  # the link has not noticed
+
+    def act(row):
+        if row["round"] == 2:
+            away.append(grid.contexts.pop(102))
+        if row["round"] == 5:
+            grid.contexts[102] = away.pop()
+
+    away = []
+    over = serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=5.0, progress=act)
+    who = [{job["client"] for job in over.timeline.jobs if job["update"] == update} for update in range(1, 10)]
+    assert 2 not in who[3] | who[4] and (method != "scaffold" or 2 in who[0] & who[8])
+    torch.testing.assert_close(over.x, replayed(experiment, over).x, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("method", [name for name in METHODS if not make(name).fixed_fleet])
 def test_nodes_join_a_running_federation(method, tmp_path):
     experiment = description(method, rounds=8)

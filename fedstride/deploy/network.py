@@ -91,7 +91,8 @@ class Network:
         while True:
             self.look()
             for client in [client for client in work if client in self.roll.nodes]:
-                self._push(exchange, message, work.pop(client), budget)
+                if self._push(exchange, message, work[client], budget):
+                    del work[client]
             if not self._under_way and not (insist and work and self.now < until):
                 break
             for client, answers in self._pull():
@@ -203,10 +204,11 @@ class Network:
         self._retry.discard(client)
         target, steps, lr = single_job(self.plan, client, version)
         columns = (client, version, self._repeats[client], target, steps, lr, 1)
-        self._push(exchange, message, Jobs(*(np.array([value]) for value in columns)), 0.0)
+        if not self._push(exchange, message, Jobs(*(np.array([value]) for value in columns)), 0.0):
+            self._retry.add(client)
 
-    def _push(self, exchange: Exchange, message: Any, job: Jobs, budget: float) -> None:
-        """Send one request."""
+    def _push(self, exchange: Exchange, message: Any, job: Jobs, budget: float) -> bool:
+        """Send one request; False: the node has just left."""
         stage = "prologue" if exchange.insist else "round"
         names = [one.name for one in (self._method.prologue if exchange.insist else self._method.exchanges)]
         client = int(job.clients[0])
@@ -222,8 +224,12 @@ class Network:
             content, dst_node_id=self.roll.nodes[client], message_type="train", group_id=str(header["version"])
         )
         (number,) = self._grid.push_messages([request])
+        if not number:
+            self.roll.lose(client)
+            return False
         self.sent += 1
         self._under_way[number] = Sent(header, int(job.times[0]), self.now)
+        return True
 
     def _pull(self) -> Iterator[tuple[int, Answers | None]]:
         """Whatever has come: the client, and its answer or None if it failed."""

@@ -63,12 +63,16 @@ class Roll:
         self._listen(now)
         return [client for node, (client, size) in sorted(self._facts.items()) if self._enter(node, client, size)]
 
+    def lose(self, client: int) -> None:
+        """The client's node cannot be reached any more."""
+        self._facts.pop(self.nodes.pop(client), None)
+
     def _greet(self, new: list[int]) -> None:
         new = new[: GREETED - len(self._asked)]
         greeting = {"hello": True}
         requests = [Message(wire.pack(greeting, ()), dst_node_id=n, message_type="query", group_id="0") for n in new]
         if requests:
-            self._asked |= dict(zip(self._grid.push_messages(requests), new))
+            self._asked |= {number: node for number, node in zip(self._grid.push_messages(requests), new) if number}
 
     def _listen(self, now: float) -> None:
         for reply in self._grid.pull_messages(list(self._asked)) if self._asked else ():
