@@ -368,7 +368,7 @@ def test_keys_are_secret_and_not_overwritten(tmp_path):
 
 
 def test_without_flower_one_sentence_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("subprocess.run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError("flower-supernode")))
+    monkeypatch.setattr("os.execvpe", lambda *a: (_ for _ in ()).throw(FileNotFoundError("flower-supernode")))
     with pytest.raises(fs.FedstrideError, match="Flower is not installed"):
         cli.client(server="127.0.0.1:1", number=0, memory=tmp_path)
     with pytest.raises(fs.FedstrideError, match="there is no file"):

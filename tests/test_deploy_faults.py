@@ -1,5 +1,6 @@
 """Real Flower processes over loopback that are killed, stopped and started again, and the example for small devices."""
 
+import json
 import os
 import re
 import signal
@@ -119,6 +120,25 @@ def test_a_node_that_is_killed_and_started_again_without_a_key_goes_on_with_its_
     x, rows, timeline = outcome(tmp_path / "run")
     assert [row["round"] for row in rows] == list(range(1, 17)) and rows[-1]["clients"] == 2, "\n".join(said)
     torch.testing.assert_close(x, replayed(experiment, timeline).x, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_a_command_that_is_ended_leaves_nothing_running_and_goes_on_when_it_is_started_again(tmp_path):
+    settings = ["partition.clients=2", "model.hidden=8", "rounds=3", "steps=2", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "fedstride.cli", "deploy", "local", *settings]
+    home = os.environ | {"PYTHONPATH": str(EXAMPLE.parents[1])}
+    with subprocess.Popen(command, env=home, stderr=subprocess.PIPE, text=True) as first:
+        for line in first.stderr:
+            if line.startswith("round 1/3"):
+                first.terminate()
+    assert first.returncode == 143
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+    assert not left, f"processes {left} are still there"
+    again = subprocess.run(command, env=home, capture_output=True, text=True)
+    assert again.returncode == 0 and "round 1/3" not in again.stderr, again.stderr
+    assert "wall-clock s" in again.stdout and "report: " in again.stdout
+    rows = (tmp_path / "out" / "fedavg" / "seed-0" / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(row)["round"] for row in rows] == [1, 2, 3]
 
 
 def commands(text, devices):

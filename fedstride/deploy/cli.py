@@ -2,8 +2,10 @@
 
 import ipaddress
 import json
+import os
 import secrets
-import subprocess
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,11 +79,11 @@ def client(
         raise FedstrideError(f"there is no file {data}")
     memory.mkdir(parents=True, exist_ok=True)
     arguments = stack.node(server, number, memory.resolve(), data, keys)
+    home = stack.environment(memory.resolve() / "flower")
     try:
-        done = subprocess.run(arguments, env=stack.environment(memory.resolve() / "flower"))
+        os.execvpe(arguments[0], arguments, home)  # this process becomes the node: nothing of it stays in memory
     except FileNotFoundError:
         raise FedstrideError(stack.MISSING) from None
-    raise typer.Exit(done.returncode)
 
 
 @app.command("keys")
@@ -119,6 +121,7 @@ def _serve(
     (plan,) = study.plans
     folder = out / plan.folder
     name = _name(folder, experiment)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left running
     with live(study, False) as (watch, done), link:
         started(link)
         settled = experiment.settled(len(prepared.classes))
