@@ -12,7 +12,7 @@ from fedstride.errors import FedstrideError
 
 LOOK = 3.0  # seconds between looks for nodes
 POLL = 0.1  # seconds between looks for anything
-GREETED = 16  # at the same time, since on one machine every answer is a process
+GREETED = 8  # at the same time, since on one machine every answer is a process
 AGAIN = 30.0  # seconds until a node that could not say who it is is asked again
 
 Admit = Callable[[int, int], str]  # client, its number of examples -> why it is not let in; empty: it is
