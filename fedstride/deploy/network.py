@@ -30,7 +30,7 @@ from fedstride.sampling import Jobs
 from fedstride.schedule import Buffered, Deadline, SendBuffers
 
 PATIENCE = 3  # rejected uploads in a row after which a client is set aside
-ROOM = 1 << 28  # bytes of uploads that are fetched at once
+ROOM = 1 << 27  # bytes of uploads that are fetched at once
 
 
 class Sent(NamedTuple):
