@@ -80,6 +80,14 @@ def test_with_float16_on_the_wire_the_simulator_rounds_too(method, dtype, tolera
             assert mine[name] == theirs[name] < full[name]
 
 
+def test_another_wire_is_refused():
+    with pytest.raises(fs.FedstrideError, match="wire: input should be 'float16', not 'float8'"):
+        description("fedavg", wire="float8")
+    method, model, clients, _, settings = description("fedavg").prepare()
+    with pytest.raises(fs.FedstrideError, match="wire must be 'float16' or None"):
+        fs.simulate(method, model, clients, **settings | {"wire": "float8"})
+
+
 def test_a_server_that_starts_again_goes_on(tmp_path):
     experiment = description("scaffold", rounds=6)
     whole, _ = deployed(experiment, tmp_path / "whole")

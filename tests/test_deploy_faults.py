@@ -17,7 +17,7 @@ from problems import flower_description, simulated
 import fedstride as fs
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride[deploy]")
-from test_deploy_loopback import outcome  # noqa: E402
+from test_deploy_loopback import outcome, replayed  # noqa: E402
 
 from fedstride.deploy import keys  # noqa: E402
 from fedstride.deploy import stack as programs  # noqa: E402
@@ -35,15 +35,6 @@ def at_round(number, act, said):
             act()
 
     return watch
-
-
-def replayed(experiment, timeline):
-    """The simulation in which the same clients were absent."""
-    method, model, clients, _, settings = experiment.prepare()
-    used = [job for job in timeline.jobs if job["fate"] == "used"]
-    rounds = range(1, experiment.rounds + 1)
-    cohorts = [sorted(job["client"] for job in used if job["update"] == number) for number in rounds]
-    return fs.simulate(method, model, clients, **settings | {"participation": cohorts})
 
 
 @pytest.mark.slow

@@ -32,6 +32,17 @@ def outcome(folder):
     return safetensors.torch.load_file(path)["state.0"], rows, timeline
 
 
+def replayed(experiment, timeline):
+    """The same in the simulator: in the order of the trace, or with the cohorts that there were."""
+    method, model, clients, _, settings = experiment.prepare()
+    if method.schedule.asynchronous:
+        return simulated(experiment, timeline.trace())
+    used = [job for job in timeline.jobs if job["fate"] == "used" and job["exchange"] == "train"]
+    rounds = range(1, experiment.rounds + 1)
+    cohorts = [sorted(job["client"] for job in used if job["update"] == number) for number in rounds]
+    return fs.simulate(method, model, clients, **settings | ({} if method.full_only else {"participation": cohorts}))
+
+
 def test_a_synchronous_and_an_asynchronous_run_equal_their_simulations(tmp_path):
     said = []
     with Stack(tmp_path, 2) as stack:
@@ -58,8 +69,7 @@ def test_every_method_over_real_processes_equals_its_simulation(tmp_path):
             experiment = flower_description(method, clients=2, rounds=2)
             stack.run(experiment, method, folder=tmp_path / method, timeout=120)
             x, rows, timeline = outcome(tmp_path / method)
-            trace = timeline.trace() if experiment.prepare().method.schedule.asynchronous else None
-            alone = simulated(experiment, trace)
+            alone = replayed(experiment, timeline)
             far[method] = float((x - alone.x).norm() / alone.x.norm())
             print(f"| {method} | {rows[-1]['round']} | {far[method]:.1e} |", flush=True)  # pytest -s shows the table
     assert max(far.values()) < 1e-9 and len(far) == len(METHODS), far
@@ -112,10 +122,4 @@ def test_a_node_that_is_killed_is_missed_and_comes_back(tmp_path):
     x, rows, timeline = outcome(tmp_path / "run")
     assert [row["round"] for row in rows] == list(range(1, 9)), "\n".join(said)
     assert rows[1]["clients"] == 3 and rows[-1]["clients"] == 2
-    used = [
-        sorted(job["client"] for job in timeline.jobs if job["update"] == round and job["fate"] == "used")
-        for round in range(1, 9)
-    ]
-    method, model, clients, _, settings = experiment.prepare()
-    alone = fs.simulate(method, model, clients, **settings | {"participation": used})
-    torch.testing.assert_close(x, alone.x, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(x, replayed(experiment, timeline).x, rtol=1e-9, atol=1e-11)

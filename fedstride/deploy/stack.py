@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,9 @@ class Stack:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        for started in self.processes.values():  # all at once; each is then waited for
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGTERM)
         self._stack.close()
 
     def _open(self, name: str, *arguments: str) -> None:
