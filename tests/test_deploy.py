@@ -26,7 +26,7 @@ description = partial(flower_description, clients=CLIENTS)
 def deployed(experiment, folder, **more):
     own = {name: more.pop(name) for name in ("spoil", "at_once") if name in more}
     grid = Standin(experiment, CLIENTS, folder / "nodes", **own)
-    return serve(experiment, grid, folder / "run", "test", CLIENTS, timeout=5.0, **more), grid
+    return serve(experiment, grid, folder / "run", "test", CLIENTS, timeout=60.0, **more), grid
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +100,9 @@ def test_a_server_that_starts_again_goes_on(tmp_path):
 
     grid = Standin(experiment, CLIENTS, tmp_path / "nodes")
     with pytest.raises(KeyboardInterrupt):
-        serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=5.0, progress=crash)
+        serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=60.0, progress=crash)
     again = Standin(experiment, CLIENTS, tmp_path / "nodes")  # fresh processes: only the disk is left
-    result = serve(experiment, again, tmp_path / "run", "test", CLIENTS, timeout=5.0)
+    result = serve(experiment, again, tmp_path / "run", "test", CLIENTS, timeout=60.0)
     assert [row["round"] for row in result.rows] == [1, 2, 3, 4, 5, 6]
     torch.testing.assert_close(result.x, whole.x, rtol=1e-12, atol=1e-14)
 
@@ -299,7 +299,7 @@ def test_a_node_with_data_of_its_own_needs_no_data_set(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "fedstride.deploy.node.Experiment.fleet", lambda self: nodes.append(self) or experiment_fleet(self)
     )
-    result = serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=5.0)
+    result = serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=60.0)
     assert len(nodes) == 1  # the server's own look, for its test data
     torch.testing.assert_close(result.x, over.x, rtol=1e-12, atol=1e-14)
 

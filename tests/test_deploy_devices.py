@@ -103,7 +103,7 @@ def test_a_crafted_pickle_is_refused_and_not_opened(tmp_path, capsys):
         return [reply]
 
     grid = Standin(experiment, CLIENTS, tmp_path / "nodes", spoil=spoil)
-    over = serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=5.0)
+    over = serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=60.0)
     assert [row["rejected"] for row in over.rows] == [1, 0, 0] and not (tmp_path / "opened").exists()
     assert "Object arrays cannot be loaded" in capsys.readouterr().err
 
@@ -131,7 +131,7 @@ def test_the_page_at_the_end_has_wall_clock_seconds_and_the_pictures(own, tmp_pa
         np.savez(tmp_path / "mine.npz", **dict(zip(("inputs", "targets"), (part.numpy() for part in fleet.data(1)))))
         grid.contexts[101].node_config["data"] = str(tmp_path / "mine.npz")
     folder = tmp_path / "out" / "fedbuff" / "seed-0"
-    serve(experiment, grid, folder, "test", CLIENTS, timeout=5.0)
+    serve(experiment, grid, folder, "test", CLIENTS, timeout=60.0)
     (record,) = runs.load(tmp_path / "out")
     assert record.clock == "wall-clock" and record.clients["sizes"] == fleet.sizes.tolist()
     assert ("counts" in record.clients) != own  # what strangers hold, nobody here knows
@@ -144,5 +144,5 @@ def test_the_page_at_the_end_has_wall_clock_seconds_and_the_pictures(own, tmp_pa
 
 def test_a_world_is_said_not_to_be_used(tmp_path, capsys):
     experiment = description("fedavg", world={"devices": 0.01}, rounds=1)
-    serve(experiment, Standin(experiment, CLIENTS, tmp_path / "nodes"), tmp_path / "run", "test", CLIENTS, timeout=5.0)
+    serve(experiment, Standin(experiment, CLIENTS, tmp_path / "nodes"), tmp_path / "run", "test", CLIENTS, timeout=60.0)
     assert "the experiment's world is not used" in capsys.readouterr().err
