@@ -84,6 +84,11 @@ class Algorithm:
         return Sync()
 
     @property
+    def fixed_fleet(self) -> bool:
+        """Whether the server's vectors stand for a fleet known from the start, so that nobody can join later."""
+        return self.full_only or bool(self.prologue)
+
+    @property
     def local_steps(self) -> int | None:
         """Steps of every job, where the method fixes them once and for all; then the run's `steps` are not used."""
         return None

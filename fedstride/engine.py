@@ -26,6 +26,7 @@ from fedstride.sampling import Jobs
 from fedstride.schedule import Deadline, Schedule, Sync
 from fedstride.steps import Steps
 from fedstride.timeline import Timeline
+from fedstride.wire import Wire
 
 Rate = Callable[[int], Any]  # round, counted from 1 -> a learning rate, or one a client
 
@@ -87,6 +88,20 @@ class Plan:
     guard: Norms | None = None
     robust: Robust | None = None
     privacy: Gaussian | None = None
+    wire: Wire = Wire()
+    present: np.ndarray | None = None  # who can be asked at all; None: everybody
+
+    def cohort(self, number: int) -> Cohort:
+        """Who takes part in a round, drawn from those who are there; in a private run from all, as is accounted for."""
+        weights = self.fleet.weights.cpu().numpy()
+        here = np.arange(len(weights)) if self.present is None else self.present
+        rng = generator(self.secret, "cohort", number)
+        if self.privacy is not None:
+            drawn = self.participation.draw(rng, weights, number)
+            there = np.isin(drawn.clients, here)
+            return drawn._replace(clients=drawn.clients[there], times=drawn.times[there])
+        drawn = self.participation.draw(rng, weights[here], number)
+        return drawn if self.present is None else drawn._replace(clients=here[drawn.clients])
 
     @property
     def deadline(self) -> Deadline | None:
@@ -106,18 +121,27 @@ class Run:
     timeline: Timeline | None = None  # recorded on request
 
 
-def play(run: Run, plan: Plan, transport: Transport, after: Callable[[Run], None]) -> None:
-    """Run until the last round, the target, or divergence; `after` sees the run at the end of every round."""
-    algorithm, weights = plan.algorithm, plan.fleet.weights.cpu().numpy()
+def play(
+    run: Run,
+    plan: Plan,
+    transport: Transport,
+    after: Callable[[Run], None],
+    before: Callable[[Plan], Plan] = lambda plan: plan,
+) -> None:
+    """Run until the last round, the target, or divergence.
+
+    `after` sees the run at the end of every round; `before` may renew the plan, where clients come and go.
+    """
+    algorithm = plan.algorithm
     if run.round == 0 and algorithm.prologue and not run.rows:
-        everyone = Full().draw(generator(plan.seed), weights, 0)
+        known = torch.nonzero(plan.fleet.sizes)[:, 0].cpu().numpy()
+        everyone = Cohort(known, np.ones_like(known))
         insisting = tuple(exchange._replace(insist=True) for exchange in algorithm.prologue)
         _round(run, plan, transport, everyone, Full(), insisting, 0)
         after(run)
     while run.status == "running" and run.round < plan.rounds and run.seconds < plan.seconds:
-        number, cohort = run.round + 1, None
-        if not plan.schedule.asynchronous:
-            cohort = plan.participation.draw(generator(plan.secret, "cohort", number), weights, number)
+        plan, number = before(plan), run.round + 1
+        cohort = None if plan.schedule.asynchronous else plan.cohort(number)
         _round(run, plan, transport, cohort, plan.participation, algorithm.exchanges, number)
         after(run)
     if run.status == "running":
@@ -175,7 +199,8 @@ def _exchange(
     Returns the jobs as they were done, of those whose reply was used: who failed it sits out the rest of the round.
     """
     algorithm = plan.algorithm
-    message, version, sent = exchange.message(run.state), max(0, row["round"] - 1), transport.sent
+    message = plan.wire.carry(exchange.message(run.state))
+    version, sent = max(0, row["round"] - 1), transport.sent
     if jobs is None:
         source = transport.gather(exchange, message, version)
     else:
@@ -185,10 +210,11 @@ def _exchange(
     replies = _replies(plan, participation, run.state.x.numel(), version)
     done: list[Jobs] = []
     losses, rejected = [], 0
-    for answers, used in judged(source, plan.guard, run.state.x.numel(), exchange.insist):
+    carried = (answers._replace(upload=plan.wire.carry(answers.upload)) for answers in source)
+    for answers, used in judged(carried, plan.guard, run.state.x.numel(), exchange.insist):
         rejected += int((~used).sum())
         if not algorithm.pooled:
-            row["bytes_up"] += traffic(answers.upload)
+            row["bytes_up"] += plan.wire.bytes(answers.upload)
         transport.keep(answers, used)
         if run.timeline is not None:
             run.timeline.add(row["round"], exchange.name, answers.jobs, answers.spans, used)
@@ -203,7 +229,7 @@ def _exchange(
             replies.add(answers.jobs, answers.upload)
             done.append(answers.jobs)
     if not algorithm.pooled:
-        row["bytes_down"] += traffic(message) * (transport.sent - sent)
+        row["bytes_down"] += plan.wire.bytes(message) * (transport.sent - sent)
     run.seconds = row["seconds"] = transport.now
     row["rejected"] += rejected
     if losses and len(replies):
@@ -215,7 +241,10 @@ def _exchange(
         run.state = exchange.server(run.state, replies)
     elif rejected and exchange.audience is None and jobs is not None:
         run.status = "diverged"
-    if jobs is None and len(transport.refused) >= plan.fleet.clients:  # nobody's upload is usable any more
+    everyone = range(plan.fleet.clients) if plan.present is None else plan.present
+    if (
+        jobs is None and transport.refused and transport.refused.issuperset(everyone)
+    ):  # nobody's upload is usable any more
         run.status = "diverged"
     if jobs is None or exchange.audience is not None:  # those who were not asked did not fail
         return jobs
@@ -279,8 +308,3 @@ def rates(plan: Plan, number: int) -> np.ndarray:
     if plan.algorithm.common_lr and given.size > 1 and (given != given.flat[0]).any():
         raise FedstrideError(f"{plan.algorithm.name} needs the same lr for all clients")
     return np.broadcast_to(given.reshape(-1), (plan.fleet.clients,))
-
-
-def traffic(fields: Any) -> int:
-    """Bytes of the tensors in a message or upload."""
-    return sum(value.numel() * value.element_size() for value in fields or () if isinstance(value, Tensor))

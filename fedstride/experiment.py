@@ -200,6 +200,7 @@ class Experiment(BaseModel):
     schedule: _choice("schedule") | None = None  # type: ignore[valid-type]
     world: Surroundings | None = None
     weights: Literal["data", "uniform"] | None = None
+    wire: Literal["float16"] | None = None
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
@@ -282,8 +283,9 @@ class Experiment(BaseModel):
         settings = dict(
             loss=loss, rounds=self.rounds, seconds=self.seconds, lr=self.lr, steps=rule, sampling=self.sampling,
             world=world, test=test,
-            batch_size=None if self.batch_size == "all" else self.batch_size, weights=self.weights, stop=stop,
-            momentum=self.momentum, weight_decay=self.weight_decay, clip=self.clip, every=self.every, seed=self.seed,
+            batch_size=None if self.batch_size == "all" else self.batch_size, weights=self.weights, wire=self.wire,
+            stop=stop, momentum=self.momentum, weight_decay=self.weight_decay, clip=self.clip, every=self.every,
+            seed=self.seed,
             metrics={choice.name: CHOICES["metrics"][choice.name] for choice in self.metrics} if test else None,
             train_loss=self.train_loss, device=self.device, backend=self.backend, dtype=getattr(torch, self.dtype),
             chunk=self.chunk, timeline=self.timeline, **built, **protection,

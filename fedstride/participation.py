@@ -64,7 +64,8 @@ class Uniform(Participation):
         _check_draws(self.n, count, None if self.replacement else count)
 
     def draw(self, rng: np.random.Generator, weights: np.ndarray, round: int) -> Cohort:
-        return _counted(rng.choice(len(weights), self.n, replace=self.replacement))
+        n = self.n if self.replacement else min(self.n, len(weights))  # over a network some may have left
+        return _counted(rng.choice(len(weights), n, replace=self.replacement))
 
 
 @dataclass(frozen=True)

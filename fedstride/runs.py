@@ -25,6 +25,7 @@ class Record:
     updates: list[dict[str, Any]]
     clients: dict[str, Any]  # classes, counts, accuracy, sizes; empty if not written
     experiment: str  # the resolved description, as text
+    clock: str = "virtual"  # what kind of seconds; "wall-clock" over a network
 
     @property
     def ended(self) -> bool:
@@ -86,7 +87,8 @@ def read(label: str, seed: int, path: Path) -> Record:
     jobs = [{"exchange": "train", "update": None} | row for row in timeline if "fate" in row]
     updates = [row for row in timeline if "fate" not in row]
     experiment = text(path / "experiment.toml")
-    return Record(label, seed, rows, status, jobs, updates, _clients(path / "clients.json"), experiment)
+    clock = (end.get("setup") or {}).get("clock", "virtual")
+    return Record(label, seed, rows, status, jobs, updates, _clients(path / "clients.json"), experiment, clock)
 
 
 def _need(path: Path, rows: list[dict[str, Any]], names: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from fedstride import inputs
 from fedstride import oracle as oracles
 from fedstride import participation as participations
 from fedstride import steps as step_rules
+from fedstride import wire as wires
 from fedstride.algorithm import Algorithm, make
 from fedstride.checkpoint import Folder
 from fedstride.clients import Clients
@@ -58,6 +59,7 @@ def simulate(
     schedule: Schedule | None = None,
     world: World | None = None,
     weights: str | None = None,
+    wire: str | None = None,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     clip: float | None = None,
@@ -95,6 +97,7 @@ def simulate(
         clients, or an asynchronous one: .Buffered(concurrency, size), .FirstArrivals(n), .SendBuffers(n).
     world: fs.World(devices=..., links=..., availability=...) gives rounds their virtual seconds; None: no time passes.
     weights: None (the method's own), "data" or "uniform"; one policy for every upload.
+    wire: "float16" rounds messages and uploads, as on a network that carries them so; None: they are as they are.
     momentum, weight_decay, clip: options of the local optimiser, for methods that allow them.
     guard: fs.guards.Norms(bound, times) rejects uploads that are too long; robust: fs.robust.TrimmedMean(share) or
         .Median() in place of means; privacy: fs.privacy.Gaussian(clip, noise, delta). See docs/guards.md.
@@ -117,7 +120,7 @@ def simulate(
     chunk = None if chunk is None else inputs.whole("chunk", chunk)
     if resume and folder is None:
         raise FedstrideError("resume=True needs the folder of the run")
-    local = inputs.local(method, momentum, weight_decay, clip)
+    local, way = inputs.local(method, momentum, weight_decay, clip), wires.make(None if method.pooled else wire)
     stop = inputs.goal(stop, test, train_loss)
     schedule = method.schedule if schedule is None else schedule
     who, rule = inputs.participation(method, participation, schedule), step_rules.resolve(steps)
@@ -142,7 +145,7 @@ def simulate(
     if folder is not None:
         named = dict(seed=seed, dtype=str(dtype), batch_size=batch_size, lr=lr, sampling=sampling, loss=loss)
         named |= dict(local=local, world=pace.identity, schedule=schedule, weights=weights or method.weights)
-        named |= dict(timeline=timeline, guard=guard, robust=robust, privacy=privacy)
+        named |= dict(timeline=timeline, wire=wire, guard=guard, robust=robust, privacy=privacy)
         # An augmentation of ours is known by its options, any other function by its name.
         named["augment"] = repr(augment) if dataclasses.is_dataclass(augment) else augment
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
@@ -154,10 +157,10 @@ def simulate(
 
     training = (clients, fleet.weights) if train_loss else None
     evaluate = Evaluation(oracle.model, loss, test, metrics, training, local.weight_decay)
-    limits = (stop, schedule, inputs.budget(seconds, world, method), guard, robust, privacy)
+    limits = (stop, schedule, inputs.budget(seconds, world, method), guard, robust, privacy, way)
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, seed, every, evaluate, *limits)
-    job = partial(single_job, plan)
-    transport = Simulator(method, oracle, sampler, local, chunk or oracles.room(vector.x), seed, pace, schedule, job)
+    job, rows = partial(single_job, plan), chunk or oracles.room(vector.x)
+    transport = Simulator(method, oracle, sampler, local, rows, seed, pace, schedule, job, way)
     run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline() if timeline else None)
     rates(plan, 1)
     if store is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedstride.algorithm import Algorithm, Exchange
 from fedstride.courses import Course, Job
 from fedstride.descent import Local
-from fedstride.engine import Answers, traffic
+from fedstride.engine import Answers
 from fedstride.errors import FedstrideError
 from fedstride.keys import job_keys
 from fedstride.memory import Memories, as_rows
@@ -18,6 +18,7 @@ from fedstride.oracle import Oracle
 from fedstride.sampling import Jobs, Sampler
 from fedstride.schedule import Deadline, Schedule
 from fedstride.train import Work
+from fedstride.wire import Wire
 from fedstride.world import Pace
 
 
@@ -43,10 +44,11 @@ class Simulator:
         pace: Pace,
         schedule: Schedule,
         plan_job: Callable[[int, int], tuple[int, int, float]],
+        wire: Wire,
     ):
         self._oracle, self._sampler, self._local, self._chunk, self._seed = oracle, sampler, local, chunk, seed
         self._pace, self._extra = pace, algorithm.full_gradients
-        self._schedule, self._plan_job = schedule, plan_job
+        self._schedule, self._plan_job, self._wire = schedule, plan_job, wire
         self.now, self.sent = 0.0, 0
         self.memories = Memories(algorithm.init_client(oracle.model.x))
         self.batches = self.trained = 0  # how often jobs were trained together, and how many jobs in all
@@ -65,7 +67,7 @@ class Simulator:
         self.sent += asked
         jobs = jobs if exchange.insist else self._present(jobs)
         cut = deadline.seconds if deadline is not None and exchange.name == "train" else None
-        down = self._pace.transfer(jobs, traffic(message), "down")
+        down = self._pace.transfer(jobs, self._wire.bytes(message), "down")
         late = np.zeros(len(jobs.clients), dtype=bool)
         if deadline is not None and cut is not None:
             room = cut - down - self._pace.compute(jobs, self._extra * self._sampler.steps_per_epoch(jobs.clients))
@@ -92,7 +94,7 @@ class Simulator:
             ready = down[rows] + self._pace.compute(part, work.evaluations)
             if cut is not None:
                 ready = np.where(late[rows], cut, ready)
-            size = traffic(upload) / len(part.clients)
+            size = self._wire.bytes(upload) / len(part.clients)
             arrival = ready + self._pace.transfer(part, size, "up")
             end = max(end, float((self.now + arrival).max()))
             spans = self.now + np.stack([down[rows], ready, arrival], axis=1)
@@ -177,7 +179,7 @@ class Simulator:
             exchange, as_rows(message), Jobs(0 * steps, 0 * steps, 0 * steps, steps, steps, 1e-9 * steps, steps)
         )
         self.batches, self.trained = batches, trained
-        self._bytes = (traffic(message), traffic(upload))
+        self._bytes = (self._wire.bytes(message), self._wire.bytes(upload))
         self.course = self._make_course()
         return self.course
 

@@ -81,13 +81,13 @@ def summary(results: dict[str, list[Run]]) -> list[dict[str, Any]]:
     ]
 
 
-def show(results: dict[str, list[Run]], by: str | None, folder: Path) -> None:
+def show(results: dict[str, list[Run]], by: str | None, folder: Path, clock: str = "virtual") -> None:
     """The table a person wants to read; with `by`, the best first."""
     metric = shown_metric(results, by)
     scale = 100.0 if metric == "accuracy" else 1.0
     console = Console(highlight=False, markup=False)
     table = Table(
-        "method", f"{metric}{' %' if scale == 100 else ''}", "best", "client steps", "MB", "virtual s", box=None
+        "method", f"{metric}{' %' if scale == 100 else ''}", "best", "client steps", "MB", f"{clock} s", box=None
     )
     rows = {label: statistics.summarise(runs, metric) for label, runs in results.items()}
     order = ranked(results, metric) if by else list(rows)

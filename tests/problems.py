@@ -102,9 +102,10 @@ OPTIONS = {"dlsgd-homo": {"n": 2}, "dlsgd-hetero": {"n": 3}, "fedbuff": {"n": 2}
 
 def flower_description(method, clients, **more):
     """A small experiment with unequal steps, for runs that also go over a network."""
+    options = {name: min(value, clients) for name, value in OPTIONS.get(method, {}).items()}
     fields = dict(
         partition={"name": "dirichlet", "clients": clients, "alpha": 1.0}, model={"name": "mlp", "hidden": 8},
-        method={"name": method, **OPTIONS.get(method, {})}, rounds=3, lr=0.05, steps=[1, 4, 2, 3][:clients],
+        method={"name": method, **options}, rounds=3, lr=0.05, steps=[1, 4, 2, 3][:clients],
         batch_size=5, dtype="float64", device="cpu",
     )  # fmt: skip
     return fs.Experiment(**fields | more)

@@ -21,9 +21,9 @@ def travel(message):
 class Standin:
     """Nodes that answer when their replies are pulled, some at a time, in an order of their own."""
 
-    def __init__(self, experiment, clients, folder, half=False, seed=0, spoil=None, at_once=1):
+    def __init__(self, experiment, clients, folder, seed=0, spoil=None, at_once=1):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, SERVER, 1
-        config = {"experiment": json.dumps(experiment.dump()), "half": half}
+        config = {"experiment": json.dumps(experiment.dump())}
         self.contexts = {
             100 + client: Context(
                 1, 100 + client, {"client": client, "folder": str(folder / str(client))}, RecordDict(), config
@@ -40,6 +40,9 @@ class Standin:
     def push_messages(self, messages):
         numbers = []
         for message in messages:
+            if message.metadata.dst_node_id not in self.contexts:
+                numbers.append("")  # as the link does
+                continue
             self.count += 1
             number = f"m{self.count}"
             message.metadata.__dict__["_message_id"] = number  # the link's part
@@ -56,7 +59,9 @@ class Standin:
 
     def _answer(self, number):
         message = self.waiting.pop(number)
-        context = self.contexts[message.metadata.dst_node_id]
+        context = self.contexts.get(message.metadata.dst_node_id)
+        if context is None:
+            return [travel(Message(Error(code=0, reason="the node is gone"), reply_to=message))]
         try:
             reply = apps.client(message, context)
         except Exception as error:  # as Flower does: what an app raises becomes an error reply

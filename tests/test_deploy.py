@@ -14,7 +14,7 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride
 from flwr.app import Error, Message  # noqa: E402
 from standin import Standin  # noqa: E402
 
-from fedstride.deploy import apps, cli, keys, network, wire  # noqa: E402
+from fedstride.deploy import apps, cli, keys, network, roll, wire  # noqa: E402
 from fedstride.deploy.server import serve  # noqa: E402
 
 CLIENTS = 4
@@ -25,14 +25,16 @@ description = partial(flower_description, clients=CLIENTS)
 
 def deployed(experiment, folder, **more):
     own = {name: more.pop(name) for name in ("spoil", "at_once") if name in more}
-    grid = Standin(experiment, CLIENTS, folder / "nodes", half=more.get("half", False), **own)
-    return serve(experiment, grid, folder / "run", "test", CLIENTS, timeout=5.0, **more), grid
+    grid = Standin(experiment, CLIENTS, folder / "nodes", **own)
+    return serve(experiment, grid, folder / "run", "test", CLIENTS, timeout=60.0, **more), grid
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(network, "POLL", 0.0)
     monkeypatch.setattr("fedstride.deploy.server.POLL", 0.0)
+    monkeypatch.setattr(roll, "POLL", 0.0)
+    monkeypatch.setattr(roll, "LOOK", 0.0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -59,9 +61,31 @@ def test_float32_and_float16_on_the_wire(tmp_path):
     experiment = description("scaffold", dtype="float32")
     over, grid = deployed(experiment, tmp_path / "a")
     torch.testing.assert_close(over.x, simulated(experiment).x, rtol=1e-5, atol=1e-6)
-    half, less = deployed(experiment, tmp_path / "b", half=True)
+    half, less = deployed(description("scaffold", dtype="float32", wire="float16"), tmp_path / "b")
     assert less.bytes < 0.6 * grid.bytes
     assert 0 < (half.x - over.x).norm() < 1e-2 * over.x.norm()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float64", 1e-9)])
+@pytest.mark.parametrize("method", ["scaffold", "fedagrac", "fedlga", "fedveca", "fedbuff", "dlsgd-hetero"])
+def test_with_float16_on_the_wire_the_simulator_rounds_too(method, dtype, tolerance, tmp_path):
+    experiment = description(method, dtype=dtype, wire="float16")
+    over, _ = deployed(experiment, tmp_path)
+    trace = over.timeline.trace() if experiment.prepare().method.schedule.asynchronous else None
+    alone, exact = simulated(experiment, trace), simulated(description(method, dtype=dtype), trace)
+    assert (over.x - alone.x).norm() <= tolerance * alone.x.norm()
+    assert (exact.x - alone.x).norm() > 5e-6 * alone.x.norm()  # the rounding was seen
+    for mine, theirs, full in zip(over.rows, alone.rows, exact.rows):
+        for name in ("bytes_up", "bytes_down"):
+            assert mine[name] == theirs[name] < full[name]
+
+
+def test_another_wire_is_refused():
+    with pytest.raises(fs.FedstrideError, match="wire: input should be 'float16', not 'float8'"):
+        description("fedavg", wire="float8")
+    method, model, clients, _, settings = description("fedavg").prepare()
+    with pytest.raises(fs.FedstrideError, match="wire must be 'float16' or None"):
+        fs.simulate(method, model, clients, **settings | {"wire": "float8"})
 
 
 def test_a_server_that_starts_again_goes_on(tmp_path):
@@ -76,9 +100,9 @@ def test_a_server_that_starts_again_goes_on(tmp_path):
 
     grid = Standin(experiment, CLIENTS, tmp_path / "nodes")
     with pytest.raises(KeyboardInterrupt):
-        serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=5.0, progress=crash)
+        serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=60.0, progress=crash)
     again = Standin(experiment, CLIENTS, tmp_path / "nodes")  # fresh processes: only the disk is left
-    result = serve(experiment, again, tmp_path / "run", "test", CLIENTS, timeout=5.0)
+    result = serve(experiment, again, tmp_path / "run", "test", CLIENTS, timeout=60.0)
     assert [row["round"] for row in result.rows] == [1, 2, 3, 4, 5, 6]
     torch.testing.assert_close(result.x, whole.x, rtol=1e-12, atol=1e-14)
 
@@ -275,7 +299,7 @@ def test_a_node_with_data_of_its_own_needs_no_data_set(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "fedstride.deploy.node.Experiment.fleet", lambda self: nodes.append(self) or experiment_fleet(self)
     )
-    result = serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=5.0)
+    result = serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=60.0)
     assert len(nodes) == 1  # the server's own look, for its test data
     torch.testing.assert_close(result.x, over.x, rtol=1e-12, atol=1e-14)
 
@@ -309,7 +333,7 @@ def test_two_nodes_with_one_number_are_refused(tmp_path):
     grid = Standin(experiment, CLIENTS, tmp_path)
     grid.contexts[101].node_config["client"] = 0
     with pytest.raises(fs.FedstrideError, match="each needs its own number"):
-        serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=5.0)
+        serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=0.5)
 
 
 def test_half_precision_keeps_large_numbers():
@@ -352,7 +376,7 @@ def test_keys_are_secret_and_not_overwritten(tmp_path):
 
 
 def test_without_flower_one_sentence_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("subprocess.run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError("flower-supernode")))
+    monkeypatch.setattr("os.execvpe", lambda *a: (_ for _ in ()).throw(FileNotFoundError("flower-supernode")))
     with pytest.raises(fs.FedstrideError, match="Flower is not installed"):
         cli.client(server="127.0.0.1:1", number=0, memory=tmp_path)
     with pytest.raises(fs.FedstrideError, match="there is no file"):

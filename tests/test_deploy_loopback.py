@@ -11,6 +11,7 @@ import torch
 from problems import flower_description, simulated
 
 import fedstride as fs
+from fedstride.algorithm import REGISTRY
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride[deploy]")
 
@@ -18,6 +19,8 @@ from fedstride.deploy import keys  # noqa: E402
 from fedstride.deploy import stack as programs
 from fedstride.deploy.stack import Stack  # noqa: E402
 from fedstride.timeline import Timeline  # noqa: E402
+
+METHODS = [name for name, method in sorted(REGISTRY.items()) if not method.pooled]
 
 
 def outcome(folder):
@@ -27,6 +30,17 @@ def outcome(folder):
     timeline = Timeline()
     timeline.load([json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()])
     return safetensors.torch.load_file(path)["state.0"], rows, timeline
+
+
+def replayed(experiment, timeline):
+    """The same in the simulator: in the order of the trace, or with the cohorts that there were."""
+    method, model, clients, _, settings = experiment.prepare()
+    if method.schedule.asynchronous:
+        return simulated(experiment, timeline.trace())
+    used = [job for job in timeline.jobs if job["fate"] == "used" and job["exchange"] == "train"]
+    rounds = range(1, experiment.rounds + 1)
+    cohorts = [sorted(job["client"] for job in used if job["update"] == number) for number in rounds]
+    return fs.simulate(method, model, clients, **settings | ({} if method.full_only else {"participation": cohorts}))
 
 
 def test_a_synchronous_and_an_asynchronous_run_equal_their_simulations(tmp_path):
@@ -43,6 +57,22 @@ def test_a_synchronous_and_an_asynchronous_run_equal_their_simulations(tmp_path)
             torch.testing.assert_close(x, simulated(experiment, trace).x, rtol=1e-9, atol=1e-11)
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
     assert not left, f"processes {left} are still there"
+
+
+@pytest.mark.slow
+def test_every_method_over_real_processes_equals_its_simulation(tmp_path):
+    far = {}
+    with Stack(tmp_path, 2) as stack:
+        stack.start(0)
+        stack.start(1)
+        for method in METHODS:
+            experiment = flower_description(method, clients=2, rounds=2)
+            stack.run(experiment, method, folder=tmp_path / method, timeout=120)
+            x, rows, timeline = outcome(tmp_path / method)
+            alone = replayed(experiment, timeline)
+            far[method] = float((x - alone.x).norm() / alone.x.norm())
+            print(f"| {method} | {rows[-1]['round']} | {far[method]:.1e} |", flush=True)  # pytest -s shows the table
+    assert max(far.values()) < 1e-9 and len(far) == len(METHODS), far
 
 
 @pytest.mark.slow
@@ -86,16 +116,10 @@ def test_a_node_that_is_killed_is_missed_and_comes_back(tmp_path):
         def watch(line):
             said.append(line)
             if line.startswith('{"round": 2,'):
-                os.killpg(stack.nodes[1].pid, signal.SIGKILL)
+                os.killpg(stack.processes["node-1"].pid, signal.SIGKILL)
 
         stack.run(experiment, "kill", tmp_path / "run", timeout=60, watch=watch)
     x, rows, timeline = outcome(tmp_path / "run")
     assert [row["round"] for row in rows] == list(range(1, 9)), "\n".join(said)
     assert rows[1]["clients"] == 3 and rows[-1]["clients"] == 2
-    used = [
-        sorted(job["client"] for job in timeline.jobs if job["update"] == round and job["fate"] == "used")
-        for round in range(1, 9)
-    ]
-    method, model, clients, _, settings = experiment.prepare()
-    alone = fs.simulate(method, model, clients, **settings | {"participation": used})
-    torch.testing.assert_close(x, alone.x, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(x, replayed(experiment, timeline).x, rtol=1e-9, atol=1e-11)

@@ -72,6 +72,10 @@ class FedaGrac(Algorithm):
         return self.exact and self.nu_scope == "all"
 
     @property
+    def fixed_fleet(self):
+        return self.start == "full_grad" or self.nu_scope == "all"
+
+    @property
     def traffic(self):
         return (2, 2)
 

@@ -44,6 +44,7 @@ class FedaGracSaving(Algorithm):
     same trajectory as that to rounding. The server needs 2 N vectors of memory.
     """
 
+    fixed_fleet = True  # the server keeps a row a client
     local_options = frozenset({"weight_decay", "clip"})
     calibration: float | tuple = 1.0  # lambda
     mode: str = "std"
@@ -88,9 +89,8 @@ class FedaGracSaving(Algorithm):
         return Reference(g), Memory(g, g)
 
     def begun(self, state, replies):
-        return self.combine(
-            state._replace(local=state.local.index_copy(0, replies.clients, replies.rows("v"))), replies
-        )
+        local = state.local.index_copy(0, replies.clients, replies.rows("v"))
+        return self.combine(state._replace(local=local), replies)
 
     def client(self, work, msg, memory):
         y, avg, first = calibrated(self, work, msg, memory.nu)

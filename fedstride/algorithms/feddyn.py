@@ -34,6 +34,7 @@ class FedDyn(Algorithm):
     """
 
     exact = True
+    fixed_fleet = True  # h sums over it
     alpha: float = 0.1
     deploy: str = "x"
 

@@ -70,6 +70,7 @@ class FedVeca(Algorithm):
     """
 
     assigns = True
+    fixed_fleet = True  # tau has an entry a client
     common_lr = True
     inspects = True  # beta and delta of every client
     full_gradients = 1

@@ -39,6 +39,7 @@ class Scaffold(Algorithm):
     """
 
     exact = True
+    fixed_fleet = True  # c sums over it
     server_lr: float = 1.0  # eta_g
     option: str = "II"
 

@@ -38,6 +38,7 @@ class GradientTracking(Algorithm):
     """Abstract: an exchange of gradients at x, then local steps along `g_i(y) - g_i(x) + gf`."""
 
     exact = True
+    fixed_fleet = True  # gf sums over it
     weights = "uniform"
     local_options = frozenset({"weight_decay"})
 

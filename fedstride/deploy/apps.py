@@ -1,7 +1,9 @@
 """The two Flower apps. Both read the run's description from the run configuration, as JSON."""
 
 import json
+import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flwr.app import Context, Message
@@ -33,13 +35,28 @@ def _node(context: Context) -> Node:
     return Node(_experiment(context), number, folder, None if path is None else read(str(path)))
 
 
-def read(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """A client's own data: an .npz file with `inputs` and `targets`."""
+def read(path: str) -> tuple[Any, Any]:
+    """A client's own data: an .npz file with `inputs` and `targets`, or a .py file whose `load()` returns them."""
+    if path.endswith(".py"):
+        return _loaded(path)
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return arrays["inputs"], arrays["targets"]
     except (OSError, KeyError, ValueError) as error:
         raise FedstrideError(f"{path} is not an .npz file with the arrays inputs and targets: {error}") from None
+
+
+def _loaded(path: str) -> tuple[Any, Any]:
+    try:
+        load = runpy.run_path(path).get("load")
+        if load is None:
+            raise FedstrideError(f"{path} has no function load, which returns inputs and targets")
+        inputs, targets = load()
+    except FedstrideError:
+        raise
+    except Exception as error:  # whatever somebody's own code may raise
+        raise FedstrideError(f"{path}: load() failed: {error!r}") from None
+    return inputs, targets
 
 
 @client.query()
@@ -51,9 +68,9 @@ def hello(message: Message, context: Context) -> Message:
 @client.train()
 def train(message: Message, context: Context) -> Message:
     """One job."""
-    half = bool(context.run_config.get("half", False))
-    header, upload = _node(context).answer(*wire.unpack(message.content))
-    return Message(wire.pack(header, upload, half), reply_to=message)
+    node = _node(context)
+    header, upload = node.answer(*wire.unpack(message.content))
+    return Message(wire.pack(header, upload, node.half), reply_to=message)
 
 
 @server.main()
@@ -61,9 +78,8 @@ def main(grid: Grid, context: Context) -> None:
     """The whole run."""
     config = context.run_config
     folder = Path(str(config["folder"]))
-    result = serve(
+    serve(
         _experiment(context), grid, folder, name=str(config["name"]), clients=int(config["clients"]),
-        half=bool(config.get("half", False)), timeout=float(config.get("timeout", 600.0)),
+        timeout=float(config.get("timeout", 600.0)),
         progress=lambda row: print(json.dumps(row), flush=True),
     )  # fmt: skip
-    print(result.summary(), flush=True)

@@ -2,32 +2,34 @@
 
 import ipaddress
 import json
+import os
 import secrets
-import subprocess
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fedstride import runs
+from fedstride import report, runs
 from fedstride.arguments import Items, description
 from fedstride.deploy import stack
 from fedstride.errors import FedstrideError
 from fedstride.experiment import Experiment
-from fedstride.terminal import end, err, show
+from fedstride.study import Planned, Study
+from fedstride.terminal import end, err, live, show
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 Home = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")]
-Half = Annotated[bool, typer.Option("--half", help="Send vectors as float16.")]
 Timeout = Annotated[float, typer.Option(help="Seconds after which a silent client is given up.")]
 Keys = Annotated[Path | None, typer.Option(help="Folder with certificates and keys, from `fedstride deploy keys`.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Send in the clear, also to other machines.")]
 
 
 @app.command()
-def local(items: Items = None, out: Home = Path("runs/deploy"), half: Half = False, timeout: Timeout = 600.0) -> None:
+def local(items: Items = None, out: Home = Path("runs/deploy"), timeout: Timeout = 600.0) -> None:
     """Server and clients on this machine, one process each, as many as the partition has clients."""
     experiment = Experiment.parse(description(items, None))
     clients = None if experiment.partition is None else experiment.partition.options.get("clients")
@@ -39,7 +41,7 @@ def local(items: Items = None, out: Home = Path("runs/deploy"), half: Half = Fal
             running.start(number)
 
     err.print(f"starting Flower's link and {clients} nodes; what they say is in {out / 'flower-stack'}")
-    _serve(experiment, stack.Stack(out / "flower-stack", int(clients)), out, half, timeout, started)
+    _serve(experiment, stack.Stack(out / "flower-stack", int(clients)), out, timeout, started)
 
 
 @app.command()
@@ -48,7 +50,7 @@ def server(
     items: Items = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 9092,
-    keys: Keys = None, insecure: Insecure = False, out: Home = Path("runs/deploy"), half: Half = False,
+    keys: Keys = None, insecure: Insecure = False, out: Home = Path("runs/deploy"),
     timeout: Timeout = 600.0,
 ) -> None:  # fmt: skip
     """The server of a federation; started again in the same folder, it goes on."""
@@ -56,14 +58,16 @@ def server(
     guard(host, keys, insecure)
     words = f"waiting for {clients} clients; each runs: fedstride deploy client --server HOST:{port} --number K ..."
     link = stack.Stack(out / "flower-stack", clients, host, port, keys)
-    _serve(experiment, link, out, half, timeout, lambda running: err.print(words))
+    _serve(experiment, link, out, timeout, lambda running: err.print(words))
 
 
 @app.command()
 def client(
     server: Annotated[str, typer.Option(help="HOST:PORT of the server.")],
     number: Annotated[int, typer.Option(min=0, help="This client's number, from 0.")],
-    data: Annotated[Path | None, typer.Option(help="An .npz file with the arrays inputs and targets.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="An .npz file with inputs and targets, or a .py file whose load() returns them.")
+    ] = None,
     memory: Annotated[Path, typer.Option(help="Folder for what this client remembers.")] = Path("memory"),
     keys: Keys = None, insecure: Insecure = False,
 ) -> None:  # fmt: skip
@@ -75,11 +79,11 @@ def client(
         raise FedstrideError(f"there is no file {data}")
     memory.mkdir(parents=True, exist_ok=True)
     arguments = stack.node(server, number, memory.resolve(), data, keys)
+    home = stack.environment(memory.resolve() / "flower")
     try:
-        done = subprocess.run(arguments, env=stack.environment(memory.resolve() / "flower"))
+        os.execvpe(arguments[0], arguments, home)  # this process becomes the node: nothing of it stays in memory
     except FileNotFoundError:
         raise FedstrideError(stack.MISSING) from None
-    raise typer.Exit(done.returncode)
 
 
 @app.command("keys")
@@ -108,24 +112,33 @@ def guard(host: str, keys: Path | None, insecure: bool) -> None:
 
 
 def _serve(
-    experiment: Experiment, link: stack.Stack, out: Path, half: bool, timeout: float,
+    experiment: Experiment, link: stack.Stack, out: Path, timeout: float,
     started: Callable[[stack.Stack], None],
 ) -> None:  # fmt: skip
     """Run it, and show what came of it."""
     prepared = experiment.prepare(real=True)  # mistakes come out before anything starts
-    folder = out / str(experiment.method) / f"seed-{experiment.seed}"
+    study = Study(experiment)
+    (plan,) = study.plans
+    folder = out / plan.folder
     name = _name(folder, experiment)
-    with link:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left running
+    with live(study, False) as (watch, done), link:
         started(link)
         settled = experiment.settled(len(prepared.classes))
-        link.run(settled, name, folder, half, timeout, lambda line: _tell(line, experiment))
-    record = runs.read(folder.parent.name, experiment.seed, folder)
-    if not record.ended:
-        raise FedstrideError(
-            f"the run ended early, after round {record.round}; the same command goes on; see the logs in {link.folder}"
-        )
+        try:
+            link.run(settled, name, folder, timeout, lambda line: _tell(line, plan, watch))
+        except FedstrideError as error:
+            raise FedstrideError(f"{error}; the rounds that are done are kept, and the same command goes on") from None
+        record = runs.read(plan.label, experiment.seed, folder)
+        if not record.ended:
+            raise FedstrideError(
+                f"the run ended early, after round {record.round}; the same command goes on; see the logs in "
+                f"{link.folder}"
+            )
+        done(plan, record.run)
     results = {record.label: [record.run]}
-    show(results, None, folder)
+    show(results, None, folder, record.clock)
+    typer.echo(f"report: {report.write(out)}")
     end(results)
 
 
@@ -142,15 +155,17 @@ def _name(folder: Path, experiment: Experiment) -> str:
     return path.read_text()
 
 
-def _tell(line: str, experiment: Experiment) -> None:
-    """Rows become a line of progress; what our side says is said, Flower's own words are not."""
+def _tell(line: str, plan: Planned, watch: Callable[[Planned, dict[str, Any]], None]) -> None:
+    """Rows become progress; what our side says is said, Flower's own words are not."""
     try:
         row: Any = json.loads(line)
     except ValueError:
         row = None
     if isinstance(row, dict) and "round" in row:
-        accuracy = f", accuracy {row['accuracy']:.3f}" if "accuracy" in row else ""
-        where = f"round {row['round']}/{experiment.rounds}"
-        err.print(f"{where}: {row['clients']} clients, {row['seconds']:.1f} s{accuracy}")
-    elif line.startswith(("client", "the reply")) or "FedstrideError: " in line:
+        watch(plan, row)
+        if not err.is_terminal:  # there is no bar
+            accuracy = f", accuracy {row['accuracy']:.3f}" if "accuracy" in row else ""
+            where = f"round {row['round']}/{plan.experiment.rounds}"
+            err.print(f"{where}: {row['clients']} clients, {row['seconds']:.1f} s{accuracy}")
+    elif line.startswith(("client", "the reply", "the experiment")) or "FedstrideError: " in line:
         err.print(line.rpartition("FedstrideError: ")[2])

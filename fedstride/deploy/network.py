@@ -8,7 +8,7 @@ send buffer holds replies that nobody has drawn yet.
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,20 +16,21 @@ import torch
 from flwr.app import Message
 from torch import Tensor
 
-from fedstride.algorithm import Algorithm, Exchange
+from fedstride.algorithm import Exchange
 from fedstride.courses import Job
 from fedstride.deploy import wire
 from fedstride.deploy.node import ECHO, job_name
-from fedstride.engine import Answers
+from fedstride.deploy.roll import POLL, Roll
+from fedstride.engine import Answers, Plan, single_job
 from fedstride.errors import FedstrideError
 from fedstride.keys import draw, generator, key
 from fedstride.memory import Memories
 from fedstride.participation import Uniform
 from fedstride.sampling import Jobs
-from fedstride.schedule import Buffered, Deadline, Schedule, SendBuffers
+from fedstride.schedule import Buffered, Deadline, SendBuffers
 
-POLL = 0.1  # seconds between looks for replies
 PATIENCE = 3  # rejected uploads in a row after which a client is set aside
+ROOM = 1 << 27  # bytes of uploads that are fetched at once
 
 
 class Sent(NamedTuple):
@@ -46,36 +47,35 @@ class Network:
     def __init__(
         self,
         grid: Any,
-        nodes: dict[int, int],
-        method: Algorithm,
+        roll: Roll,
+        plan: Plan,
         x: Tensor,
         run: str,
-        schedule: Schedule,
-        plan_job: Callable[[int, int], tuple[int, int, float]],
-        seed: int,
         expected: dict[str, dict[str, int]],
-        half: bool = False,
-        timeout: float = 600.0,
+        timeout: float,
     ):
-        self._grid, self._nodes, self._method, self._x, self._run = grid, nodes, method, x, run
-        self._schedule, self._plan_job, self._seed, self._half, self._timeout = schedule, plan_job, seed, half, timeout
+        self._grid, self.roll, self.plan, self._x, self._run, self._timeout = grid, roll, plan, x, run, timeout
+        self._method, self._schedule, self._seed, self._half = plan.algorithm, plan.schedule, plan.seed, plan.wire.half
+        largest = max(sum(lengths.values()) for lengths in expected.values()) * x.element_size()
+        self._at_once = max(1, ROOM // max(1, largest))
         self._origin = time.monotonic()
         self.sent = 0
         self.refused: set[int] = set()
         self.memories = Memories(())  # clients keep their own
         self._accepted: dict[int, str] = {}  # client -> the last job whose upload was used
         self._durable: dict[int, str] = {}  # the same, as the last checkpoint has it
-        self._strikes = dict.fromkeys(nodes, 0)  # rejected uploads in a row
+        self._strikes: dict[int, int] = {}  # failures and rejected uploads in a row
         self._expected = expected  # exchange -> the fields of its uploads and their lengths
         self._under_way: dict[str, Sent] = {}  # by Flower's message id
         self._gone: list[tuple[Job, str]] = []
         self._rejections = 0
-        self._taken = dict.fromkeys(nodes, -1)  # the last version a client started from
-        self._repeats = dict.fromkeys(nodes, 0)
+        self._taken: dict[int, int] = {}  # the last version a client started from
+        self._repeats: dict[int, int] = {}
         self._retry: set[int] = set()  # their last job failed
         self._arrived: deque[tuple[int, Answers | None]] = deque()  # read, and not needed yet
         self._slots: dict[int, Answers] = {}  # send buffers
         self._dispatches = 0
+        self.awaited: set[int] = set()  # who was there at the last checkpoint
 
     @property
     def now(self) -> float:
@@ -85,27 +85,34 @@ class Network:
     def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None) -> Iterator[Answers]:
         """Ask a cohort and wait for all of it, or until nothing more can be hoped for."""
         budget = deadline.seconds if deadline is not None and exchange.name == "train" else 0.0
+        insist = exchange.insist or self._method.full_only  # then nobody may miss it
         work = {int(client): jobs.take(slice(row, row + 1)) for row, client in enumerate(jobs.clients)}
-        for client, job in work.items():
-            if client not in self._aside:
-                self._push(exchange, message, job, budget)
-        until = self.now + self._timeout
-        while self._under_way:
-            for client, answers in list(self._pull()):
+        until, answered = self.now + self._timeout, set()
+        while True:
+            self.look()
+            for client in [client for client in work if client in self.roll.nodes]:
+                if self._push(exchange, message, work[client], budget):
+                    del work[client]
+            if not self._under_way and not (insist and work and self.now < until):
+                break
+            for client, answers in self._pull():
                 if answers is not None:
                     yield answers
-                elif exchange.insist and self.now < until:
-                    self._push(exchange, message, work[client], budget)  # nobody may miss this
+                    answered.add(client)
+                elif insist:
+                    work[client] = jobs.take(jobs.clients == client)
             late = sorted(sent.header["client"] for sent in self._under_way.values())
             if late and self.now > until:
                 _say(f"clients {late} have not answered for {self._timeout:g} s; the round goes on without them")
                 self._gone += [(self._job(sent), "lost") for sent in self._under_way.values()]
                 self._under_way.clear()
-            elif late:
+            elif late or work:
                 time.sleep(POLL)
-        if exchange.insist and not all(client in self._accepted for client in work):
-            missing = sorted(client for client in work if client not in self._accepted)
-            raise FedstrideError(f"clients {missing} have not answered before the first round, which nobody may miss")
+        good = answered & set(self._accepted) if exchange.insist else answered
+        missing = sorted(set(jobs.clients.tolist()) - good)
+        if insist and missing:
+            when = "before the first round" if exchange.insist else f"in a round of {self._method.name}"
+            raise FedstrideError(f"clients {missing} have not answered {when}, which nobody may miss")
 
     def gather(self, exchange: Exchange, message: Any, version: int) -> Iterator[Answers]:
         """Keep clients at work and yield replies until the schedule lets the server act."""
@@ -116,7 +123,8 @@ class Network:
         for client in [client for client in draws if client in self._slots]:
             missing -= 1
             yield _counted(self._slots.pop(client), draws.pop(client))
-        while missing > 0 and len(self.refused) < len(self._nodes):
+        while missing > 0 and not (self.refused and self.refused.issuperset(self.roll.nodes)):
+            self.look()
             self._dispatch(exchange, message, version)
             self._arrived.extend(self._pull())
             while self._arrived and missing > 0:
@@ -135,7 +143,7 @@ class Network:
                 yield _counted(answers, draws.pop(client, 1))
                 # A rejected update does not count as an arrival, unless the server asked for it by name.
                 missing -= 1 if drawing else 1 - (self._rejections - before)
-            for client in [client for client in draws if client in self._aside]:
+            for client in [client for client in draws if client not in self.here]:
                 draws.pop(client)
                 missing -= 1
             if missing > 0:
@@ -144,6 +152,17 @@ class Network:
                         f"no client has answered for {self._timeout:g} s, and the server waits for {missing} updates"
                     )
                 time.sleep(POLL)
+
+    def look(self) -> None:
+        """Who has come back gets a new chance."""
+        for client in self.roll.look():
+            if self._strikes.pop(client, 0):
+                self.refused.discard(client)
+
+    @property
+    def here(self) -> list[int]:
+        """Clients that can be asked."""
+        return [client for client in self.roll.nodes if client not in self._aside]
 
     @property
     def _aside(self) -> set[int]:
@@ -159,57 +178,62 @@ class Network:
         """Under SendBuffers, whose updates the server asks for, and how often each counts."""
         if not isinstance(self._schedule, SendBuffers):
             return {}
-        rng, even = generator(self._seed, "cohort", version + 1), np.full(len(self._nodes), 1 / len(self._nodes))
-        cohort = Uniform(self._schedule.n, replacement=True).draw(rng, even, version + 1)
-        return dict(zip(cohort.clients.tolist(), cohort.times.tolist()))
+        rng, here = generator(self._seed, "cohort", version + 1), self.here
+        cohort = Uniform(self._schedule.n, replacement=True).draw(rng, np.full(len(here), 1 / len(here)), version + 1)
+        return {here[place]: times for place, times in zip(cohort.clients.tolist(), cohort.times.tolist())}
 
     def _dispatch(self, exchange: Exchange, message: Any, version: int) -> None:
         """Give work to clients that have none: some, drawn by key, or whoever has not had this model."""
         busy = {sent.header["client"] for sent in self._under_way.values()}
         busy |= {client for client, _ in self._arrived}
-        idle = [client for client in self._nodes if client not in busy and client not in self._aside]
+        idle = [client for client in self.here if client not in busy]
         if isinstance(self._schedule, Buffered):
-            room = (self._schedule.concurrency or len(self._nodes)) - len(busy)
+            room = (self._schedule.concurrency or len(self.roll.nodes)) - len(busy)
             while room > 0 and idle:
                 place = draw(key(self._seed, "dispatch"), self._dispatches) * len(idle) >> 64
                 self._dispatches, room = self._dispatches + 1, room - 1
                 self._start(exchange, message, version, idle.pop(place))
             return
         for client in idle:
-            if self._taken[client] < version or client in self._retry:
+            if self._taken.get(client, -1) < version or client in self._retry:
                 self._start(exchange, message, version, client)
 
     def _start(self, exchange: Exchange, message: Any, version: int, client: int) -> None:
-        self._repeats[client] = self._repeats[client] + 1 if self._taken[client] == version else 0
+        self._repeats[client] = self._repeats[client] + 1 if self._taken.get(client) == version else 0
         self._taken[client] = version
         self._retry.discard(client)
-        target, steps, lr = self._plan_job(client, version)
+        target, steps, lr = single_job(self.plan, client, version)
         columns = (client, version, self._repeats[client], target, steps, lr, 1)
-        self._push(exchange, message, Jobs(*(np.array([value]) for value in columns)), 0.0)
+        if not self._push(exchange, message, Jobs(*(np.array([value]) for value in columns)), 0.0):
+            self._retry.add(client)
 
-    def _push(self, exchange: Exchange, message: Any, job: Jobs, budget: float) -> None:
-        """Send one request."""
+    def _push(self, exchange: Exchange, message: Any, job: Jobs, budget: float) -> bool:
+        """Send one request; False: the node has just left."""
         stage = "prologue" if exchange.insist else "round"
         names = [one.name for one in (self._method.prologue if exchange.insist else self._method.exchanges)]
         client = int(job.clients[0])
         header = {
             "run": self._run, "client": client, "version": int(job.versions[0]), "repeat": int(job.repeats[0]),
             "stage": stage, "exchange": names.index(exchange.name), "target": int(job.targets[0]),
-            "steps": int(job.steps[0]), "lr": float(job.lr[0]), "budget": budget, "fleet": len(self._nodes),
+            "steps": int(job.steps[0]), "lr": float(job.lr[0]), "budget": budget, "fleet": self.plan.fleet.clients,
             "trains": exchange.name == "train", "accepted": self._accepted.get(client, ""),
             "durable": self._durable.get(client, ""),
         }  # fmt: skip
         content = wire.pack(header, message, self._half)
         request = Message(
-            content, dst_node_id=self._nodes[client], message_type="train", group_id=str(header["version"])
+            content, dst_node_id=self.roll.nodes[client], message_type="train", group_id=str(header["version"])
         )
         (number,) = self._grid.push_messages([request])
+        if not number:
+            self.roll.lose(client)
+            return False
         self.sent += 1
         self._under_way[number] = Sent(header, int(job.times[0]), self.now)
+        return True
 
     def _pull(self) -> Iterator[tuple[int, Answers | None]]:
         """Whatever has come: the client, and its answer or None if it failed."""
-        for reply in list(self._grid.pull_messages(list(self._under_way))):
+        for reply in self._fetched(list(self._under_way)):
             sent = self._under_way.pop(reply.metadata.reply_to_message_id, None)
             if sent is None:
                 continue  # twice the same
@@ -221,6 +245,11 @@ class Network:
                 yield client, None
                 continue
             yield client, self._read(reply.content, sent)
+
+    def _fetched(self, waiting: list[str]) -> Iterator[Message]:
+        """What has come, a few uploads at a time, so that a large fleet does not fill the memory."""
+        for start in range(0, len(waiting), self._at_once):
+            yield from self._grid.pull_messages(waiting[start : start + self._at_once])
 
     def _read(self, content: Any, sent: Sent) -> Answers:
         """A reply as an answer; what is not of the right form becomes an upload that is not finite, and is rejected."""
@@ -273,7 +302,7 @@ class Network:
             self.refused.add(client)
 
     def _strike(self, client: int) -> None:
-        self._strikes[client] += 1
+        self._strikes[client] = self._strikes.get(client, 0) + 1
         if self._strikes[client] == PATIENCE:
             _say(f"client {client} has failed or sent useless uploads {PATIENCE} times in a row and is set aside")
             self.refused.add(client)
@@ -292,7 +321,8 @@ class Network:
         self._durable = dict(self._accepted)
         return {
             "accepted": list(map(list, self._accepted.items())), "dispatches": self._dispatches,
-            "strikes": list(map(list, self._strikes.items())),
+            "strikes": list(map(list, self._strikes.items())), "sizes": list(map(list, self.roll.sizes.items())),
+            "here": self.here,
         }  # fmt: skip
 
     def load(self, stored: dict[str, Any], now: float) -> None:
@@ -300,6 +330,8 @@ class Network:
         self._accepted = {client: job for client, job in stored["accepted"]}
         self._durable, self._strikes = dict(self._accepted), {client: count for client, count in stored["strikes"]}
         self._dispatches = stored["dispatches"]
+        self.roll.sizes.update({client: size for client, size in stored["sizes"]})
+        self.awaited = set(stored["here"])
         self._origin = time.monotonic() - now
 
 

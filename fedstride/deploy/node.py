@@ -27,6 +27,7 @@ from fedstride.sampling import Jobs, Sampler
 from fedstride.simulate import make_oracle
 from fedstride.train import Work
 from fedstride.vector import VectorModel
+from fedstride.wire import make as make_wire
 
 ECHO = ("run", "client", "version", "repeat", "stage", "exchange")  # what tells one job from another
 
@@ -50,10 +51,13 @@ class Memory:
             except Exception:  # whatever a damaged file may bring
                 raise FedstrideError(f"{path} is damaged; this client cannot go on with its memory") from None
 
-    def get(self, accepted: str, durable: str) -> Any:
+    def get(self, version: int, accepted: str, durable: str) -> Any:
         """The memory of an accepted job; those that nobody will name again are forgotten."""
         if not self._names:
             return ()
+        newest = max((int(job.partition(".")[0]) for job in self._versions), default=0)
+        if version < newest:  # it knows nothing of what has been accepted since
+            raise FedstrideError(f"a request from version {version} came late, after one from version {newest}")
         self._versions = {job: kept for job, kept in self._versions.items() if job in (accepted, durable)}
         if not accepted:
             return self._initial
@@ -80,8 +84,9 @@ class Node:
 
     def __init__(self, experiment: Experiment, client: int, folder: Path, data: tuple[Any, Any] | None = None):
         self.client, self.method, self.folder, self.seed = client, experiment.make_method(), folder, experiment.seed
+        self.half = make_wire(experiment.wire).half
         device, dtype = inputs.device(experiment.device), getattr(torch, experiment.dtype)
-        classes = 0  # a settled experiment names them
+        classes, self.own = 0, data is not None  # a settled experiment names the classes
         if data is None:  # a fleet made of one data set, as in a simulation: take our part
             fleet, _, names = experiment.fleet()
             data, classes = fleet.data(client), len(names)
@@ -98,7 +103,7 @@ class Node:
 
     def facts(self) -> dict[str, Any]:
         """What the server must know before it starts."""
-        return {"client": self.client, "size": int(self.clients.sizes[0])}
+        return {"client": self.client, "size": int(self.clients.sizes[0]), "own": self.own}
 
     @torch.no_grad()
     def answer(self, header: dict[str, Any], fields: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -110,7 +115,7 @@ class Node:
         memory = Memory(
             self.folder / f"{header['run']}-{self.client}.safetensors", self.method.init_client(self.vector.x)
         )
-        mine = memory.get(header["accepted"], header["durable"])
+        mine = memory.get(int(header["version"]), header["accepted"], header["durable"])
         start = time.monotonic()
         steps = self._within(header, exchange)
         jobs = Jobs(*(np.array([value]) for value in (

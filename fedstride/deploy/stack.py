@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ class Stack:
         self.folder, self.clients, self.host, self.port = folder.resolve(), clients, host, at or port()
         self.keys = None if keys is None else keys.resolve()
         self._stack = ExitStack()
-        self.nodes: dict[int, subprocess.Popen] = {}
+        self.processes: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> "Stack":
         home = self.folder / "flower"
@@ -109,18 +109,21 @@ class Stack:
             )  # fmt: skip
             self._wait()
             self._open("executor", "flower-superexec", *trusting(self.keys), "--runtime-api-address", here)
-            for number in range(self.clients if self.keys is not None else 0):
-                self._flwr("supernode", "register", str(self.keys / f"node-{number}.pub"), "here")  # type: ignore[operator]
+            for key in [] if self.keys is None else sorted(self.keys.glob("node-*.pub")):
+                self._register(key)
         except BaseException:
             self._stack.close()
             raise
         return self
 
     def __exit__(self, *error: Any) -> None:
+        for started in self.processes.values():  # all at once; each is then waited for
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGTERM)
         self._stack.close()
 
-    def _open(self, name: str, *arguments: str) -> subprocess.Popen:
-        return self._stack.enter_context(process(name, list(arguments), self.folder))
+    def _open(self, name: str, *arguments: str) -> None:
+        self.processes[name] = self._stack.enter_context(process(name, list(arguments), self.folder))
 
     def _flwr(self, *arguments: str, watch: Callable[[str], None] = lambda line: None) -> None:
         """One of Flower's commands, to its end."""
@@ -137,10 +140,18 @@ class Stack:
                 f"flwr {arguments[0]} ended with {running.returncode}: {words}; logs are in {self.folder}"
             )
 
+    def _register(self, key: Path) -> None:
+        """Let a key in; the link knows it already if the server was here before."""
+        try:
+            self._flwr("supernode", "register", str(key), "here")
+        except FedstrideError as error:
+            if "already in use" not in str(error):
+                raise
+
     def start(self, number: int, data: Path | None = None) -> None:
         """A node on this machine."""
         arguments = node(f"127.0.0.1:{self.port}", number, self.folder / "memory" / str(number), data, self.keys)
-        self.nodes[number] = self._open(f"node-{number}", *arguments)
+        self._open(f"node-{number}", *arguments)
 
     def _wait(self) -> None:
         start = time.monotonic()
@@ -153,20 +164,27 @@ class Stack:
             time.sleep(0.2)
 
     def run(
-        self, experiment: Experiment, name: str, folder: Path, half: bool = False, timeout: float = 600.0,
+        self, experiment: Experiment, name: str, folder: Path, timeout: float = 600.0,
         watch: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
         """Hand the run to the link and follow it to its end; results go to the folder, `watch` sees what is said."""
         app = self.folder / "app"
         app.mkdir(exist_ok=True)
         config = {
-            "experiment": json.dumps(experiment.dump()), "name": name, "clients": self.clients, "half": half,
+            "experiment": json.dumps(experiment.dump()), "name": name, "clients": self.clients,
             "timeout": timeout, "folder": str(folder.resolve()),
         }  # fmt: skip
         lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
         (app / "pyproject.toml").write_text(APP.format(config=lines))
         (app / "app.py").write_text("from fedstride.deploy import apps\n\nclient = apps.client\nserver = apps.server\n")
-        self._flwr("run", str(app), "here", "--stream", watch=watch)
+        try:
+            self._flwr("run", str(app), "here", "--stream", watch=watch)
+        except FedstrideError:
+            if self.processes["link"].poll() is not None:
+                raise FedstrideError(
+                    f"Flower's link has died; its last words are in {self.folder / 'link.log'}"
+                ) from None
+            raise
 
 
 def trusting(keys: Path | None) -> list[str]:

@@ -14,9 +14,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fedstride.errors import FedstrideError
+from fedstride.wire import narrow, single
 
 FIELD = "field."  # of a message: a plain number, beside the vectors
-HALF = 65504.0  # the largest number of float16
 
 
 def pack(header: dict[str, Any], fields: Any, half: bool = False) -> RecordDict:
@@ -24,16 +24,11 @@ def pack(header: dict[str, Any], fields: Any, half: bool = False) -> RecordDict:
     header, arrays = dict(header), {}
     for name, value in zip(getattr(fields, "_fields", ()), fields):
         if isinstance(value, Tensor):
-            array = value.detach().cpu().reshape(-1).numpy()
-            arrays[name] = Array(_narrow(array) if half and array.size > 1 else array)
+            value = value.detach().cpu()
+            arrays[name] = Array((narrow(value) if half and not single(value) else value).reshape(-1).numpy())
         elif value is not None:
             header[FIELD + name] = value
     return RecordDict({"header": ConfigRecord(header), "vectors": ArrayRecord(arrays)})
-
-
-def _narrow(array: np.ndarray) -> np.ndarray:
-    """In float16; a finite number that does not fit becomes the largest that does."""
-    return np.where(np.isfinite(array), np.clip(array, -HALF, HALF), array).astype(np.float16)
 
 
 def unpack(content: RecordDict) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -28,6 +28,7 @@ def collect(records: list[Record], findings: Findings) -> dict[str, Any]:
     curves = {metric: {unit: _curves(groups, metric, unit) for unit in UNITS} for metric in findings.metrics}
     return {
         "labels": labels,
+        "clock": findings.clock,
         "ranking": findings.ranking,
         "references": findings.references,
         "metrics": [{"name": name, "words": words(name), "scale": scale(name)} for name in findings.metrics],

@@ -12,7 +12,7 @@ COLOURS = ["#0072b2", "#d55e00", "#008f68", "#b8559a", "#a67c00", "#3aa0d8", "#6
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2))]
 GREY, SOFT = "#5d6670", "#e3e6ea"
 UNITS = {
-    "rounds": "round", "seconds": "virtual seconds", "megabytes": "megabytes up and down", "steps": "client steps",
+    "rounds": "round", "seconds": "{} seconds", "megabytes": "megabytes up and down", "steps": "client steps",
 }  # fmt: skip
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -55,7 +55,11 @@ def _plans(data: dict[str, Any], findings: Findings) -> Iterator[Plan]:
     if data["timelines"]:
         label = max(data["timelines"], key=lambda name: data["timelines"][name]["delayed"])
         line = data["timelines"][label]
-        yield "timeline", (9, 1.4 + 0.16 * len(line["utilisation"])), lambda f: _timeline(f, label, line)
+        yield (
+            "timeline",
+            (9, 1.4 + 0.16 * len(line["utilisation"])),
+            lambda f: _timeline(f, label, line, findings.clock),
+        )
     if data["steps"]:
         name = max(data["steps"], key=lambda name: data["steps"][name]["change"])
         map = data["steps"][name]
@@ -90,7 +94,10 @@ def _curves(figure: Any, data: dict[str, Any], findings: Findings, unit: str, li
         if "half" in line:
             half = factor * np.array(line["half"], dtype=float)
             axes.fill_between(x, mean - half, mean + half, color=look["color"], alpha=0.1, linewidth=0)
-    axes.set(xlabel=UNITS[unit], ylabel=findings.metric.replace("_", " ") + (", %" if factor == 100 else ""))
+    axes.set(
+        xlabel=UNITS[unit].format(findings.clock),
+        ylabel=findings.metric.replace("_", " ") + (", %" if factor == 100 else ""),
+    )
     seen = factor * np.array([value for line in lines.values() for value in line["mean"] if value is not None])
     low, high = np.quantile(seen, [0, 0.94] if lower_is_better(findings.metric) else [0.06, 1])  # as in the page
     room = 0.05 * (high - low) or 0.05
@@ -99,7 +106,7 @@ def _curves(figure: Any, data: dict[str, Any], findings: Findings, unit: str, li
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def _timeline(figure: Any, label: str, line: dict[str, Any]) -> None:
+def _timeline(figure: Any, label: str, line: dict[str, Any], clock: str) -> None:
     import matplotlib
 
     axes, beside = figure.subplots(1, 2, sharey=True, width_ratios=[6, 1])
@@ -123,7 +130,7 @@ def _timeline(figure: Any, label: str, line: dict[str, Any]) -> None:
             **style,
         )
     axes.vlines(line["updates"], 0, 1, transform=axes.get_xaxis_transform(), color="black", linewidth=0.4, alpha=0.4)
-    axes.set(xlabel="virtual seconds", ylabel="client", xlim=(0, line["until"]))
+    axes.set(xlabel=f"{clock} seconds", ylabel="client", xlim=(0, line["until"]))
     axes.set_title(f"{label}, seed {line['seed']}: the first {len(line['jobs'])} of {line['total']} jobs"
                    + (", darker: older versions" if line["delayed"] else ""), fontsize=9, loc="left")  # fmt: skip
     axes.set_facecolor("#f4f5f7")

@@ -32,6 +32,7 @@ class Findings:
     notices: list[str]
     columns: list[str]
     table: dict[str, list[Cell]]
+    clock: str  # what kind of seconds
 
 
 def grouped(records: list[Record]) -> dict[str, list[Record]]:
@@ -74,14 +75,15 @@ def find(records: list[Record], target: float | Target | None = None) -> Finding
         final, best, *ways, gap = _cells(label, ended[label], rivals[:1], ended, metric, goal, units)
         name = Cell(label, "reference, not federated" if label in references else "", label)
         table[label] = [name, final, best, *ways, gap, _status(groups[label])]
-    units_said = {"rounds": "rounds", "seconds": "virtual seconds", "megabytes": "megabytes", "steps": "client steps"}
+    clock = " or ".join(sorted({record.clock for record in records}))
+    units_said = {"rounds": "rounds", "seconds": f"{clock} seconds", "megabytes": "megabytes", "steps": "client steps"}
     against = f"against {rivals[0]}" if rivals else "difference"
     columns = ["method", "final", "best", *(units_said[unit] for unit in units), against, "runs"]
     moving = sentences.moving(rivals, ended, rated, metric)
     headline = sentences.headline(rivals, finals, rated, metric, steady=not moving)
-    details = [sentences.scope(groups), *moving, *sentences.costs(rivals, ended, goal, units)]
+    details = [sentences.scope(groups), *moving, *sentences.costs(rivals, ended, goal, units, clock)]
     notices = sentences.notices(groups)
-    return Findings(metric, metrics, goal, ranking, references, headline, details, notices, columns, table)
+    return Findings(metric, metrics, goal, ranking, references, headline, details, notices, columns, table, clock)
 
 
 def _metrics(groups: dict[str, list[Record]]) -> list[str]:

@@ -116,7 +116,7 @@ function choose(holder, name, options, chosen, change) {
 // ---- progress: a metric against rounds, seconds, megabytes or steps
 
 const UNITS = {
-  rounds: ["Rounds", "round", ""], seconds: ["Virtual seconds", "virtual seconds", " s"],
+  rounds: ["Rounds", "round", ""], seconds: [data.clock[0].toUpperCase() + data.clock.slice(1) + " seconds", data.clock + " seconds", " s"],
   megabytes: ["Megabytes", "megabytes up and down", " MB"], steps: ["Client steps", "client steps", " client steps"],
 };
 const measured = data.metrics.filter((metric) => data.curves[metric.name]);
@@ -250,7 +250,7 @@ function timeline(section, label) {
   const oldest = Math.max(1, ...line.jobs.filter((job) => job[6] === "used").map(age));
   const { root, inner, sx } = frame(holder, `Timeline of ${label}: ${count} clients, ${line.jobs.length} jobs`, {
     height: 24 + ROW * count + 40, top: 24, bottom: 40, left: 40, right: 120, x: [0, line.until], y: [0, 1],
-    xlabel: "virtual seconds", least: 680,
+    xlabel: data.clock + " seconds", least: 680,
   });
   const width = inner.right - inner.left, bars = inner.right + 24;
   const defs = make("defs", {}, root);

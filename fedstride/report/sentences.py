@@ -153,11 +153,13 @@ def moving(rivals: list[str], ended: dict[str, list[Run]], rated: dict[str, Comp
     ]
 
 
-def costs(rivals: list[str], ended: dict[str, list[Run]], goal: Target | None, units: list[str]) -> list[str]:
+def costs(
+    rivals: list[str], ended: dict[str, list[Run]], goal: Target | None, units: list[str], clock: str
+) -> list[str]:
     """Who meets the target with least."""
     if goal is None or not rivals:
         return []
-    wanted = {"seconds": "least virtual time", "megabytes": "fewest megabytes", "steps": "fewest client steps"}
+    wanted = {"seconds": f"least {clock} time", "megabytes": "fewest megabytes", "steps": "fewest client steps"}
     best: dict[str, list[str]] = {}
     for unit, most in wanted.items():
         ways = {
