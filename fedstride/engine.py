@@ -18,7 +18,7 @@ from fedstride.clients import Fleet
 from fedstride.errors import FedstrideError
 from fedstride.keys import generator
 from fedstride.participation import Cohort, Full, Participation
-from fedstride.replies import Replies
+from fedstride.replies import Reduced, Replies, traffic
 from fedstride.sampling import Jobs
 from fedstride.schedule import Deadline, Schedule, Sync
 from fedstride.steps import Steps
@@ -31,7 +31,7 @@ class Answers(NamedTuple):
     """Replies of some clients to one exchange."""
 
     jobs: Jobs
-    upload: Any  # NamedTuple of [C, d] and [C, 1] tensors
+    upload: Any  # NamedTuple of [C, d] and [C, 1] tensors; or Reduced, if it was done where they are
     memory: Any  # what they will remember if the upload is used
     train_loss: Tensor | None  # [C], if they trained
     spans: np.ndarray  # [C, 3]: when training started and ended and when the reply arrived, in seconds
@@ -183,23 +183,21 @@ def _exchange(
     done: list[Jobs] = []
     losses, rejected = [], 0
     for answers in source:
-        used = finite(answers.upload, len(answers.jobs.clients))
+        upload = answers.upload  # workers elsewhere have reduced theirs
+        reduced = upload if isinstance(upload, Reduced) else replies.reduce(answers.jobs, upload)
+        used = reduced.used
         rejected += int((~used).sum())
         if not algorithm.pooled:
-            row["bytes_up"] += traffic(answers.upload)
+            row["bytes_up"] += reduced.bytes
         transport.keep(answers, used)
         if run.timeline is not None:
             run.timeline.add(row["round"], exchange.name, answers.jobs, answers.spans, used)
         if answers.train_loss is not None:
             row["steps"] += int(answers.jobs.steps.sum())
             losses.append(answers.train_loss[torch.as_tensor(used)])
-        if not used.all():
-            mask = torch.as_tensor(used, device=plan.fleet.weights.device)
-            upload = type(answers.upload)(*(value[mask] for value in answers.upload))
-            answers = answers._replace(jobs=answers.jobs.take(used), upload=upload)
         if used.any():
-            replies.add(answers.jobs, answers.upload)
-            done.append(answers.jobs)
+            done.append(answers.jobs.take(used))
+            replies.add(done[-1], reduced)
     if not algorithm.pooled:
         row["bytes_down"] += traffic(message) * (transport.sent - sent)
     run.seconds = row["seconds"] = transport.now
@@ -266,15 +264,3 @@ def rates(plan: Plan, number: int) -> np.ndarray:
         raise FedstrideError(f"{plan.algorithm.name} needs the same lr for all clients")
     return np.broadcast_to(given.reshape(-1), (plan.fleet.clients,))
 
-
-def traffic(fields: Any) -> int:
-    """Bytes of the tensors in a message or upload."""
-    return sum(value.numel() * value.element_size() for value in fields or () if isinstance(value, Tensor))
-
-
-def finite(upload: Any, count: int) -> np.ndarray:
-    """[C]: whose upload has only finite numbers. A row's sum is not finite if any of its entries is not."""
-    good = torch.ones(count, dtype=torch.bool)
-    for value in upload or ():
-        good &= torch.isfinite(value.sum(dim=1)).cpu()
-    return good.numpy()

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from fedstride.algorithm import Algorithm, Exchange
 from fedstride.courses import Course, Job
-from fedstride.engine import Answers, traffic
+from fedstride.engine import Answers
 from fedstride.errors import FedstrideError
 from fedstride.keys import job_keys
 from fedstride.memory import Memories, as_rows
 from fedstride.oracle import Oracle
+from fedstride.replies import traffic
 from fedstride.sampling import Jobs, Sampler
 from fedstride.schedule import Deadline, Schedule
 from fedstride.train import Local, Work
