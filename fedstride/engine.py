@@ -263,4 +263,3 @@ def rates(plan: Plan, number: int) -> np.ndarray:
     if plan.algorithm.common_lr and given.size > 1 and (given != given.flat[0]).any():
         raise FedstrideError(f"{plan.algorithm.name} needs the same lr for all clients")
     return np.broadcast_to(given.reshape(-1), (plan.fleet.clients,))
-
