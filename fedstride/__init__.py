@@ -19,6 +19,7 @@ from fedstride import (
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
 from fedstride.results import Result, Target
+from fedstride.scale import Pool
 from fedstride.simulate import simulate, smoothness
 from fedstride.world import World
 
@@ -31,6 +32,7 @@ __all__ = [
     "Clients",
     "Experiment",
     "FedstrideError",
+    "Pool",
     "Result",
     "Study",
     "Target",

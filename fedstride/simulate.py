@@ -26,6 +26,7 @@ from fedstride.keys import job_keys
 from fedstride.losses import LossFunction, check_scalar, cross_entropy, per_example
 from fedstride.results import Result, Target
 from fedstride.sampling import Jobs, Replay, Sampler
+from fedstride.scale.pool import Pool, hired
 from fedstride.schedule import Schedule, Sync
 from fedstride.simulator import Simulator
 from fedstride.timeline import Timeline
@@ -74,6 +75,7 @@ def simulate(
     folder: str | os.PathLike | None = None,
     resume: bool = False,
     progress: bool | Callable[[dict[str, Any]], None] = False,
+    workers: int | Pool | None = None,
 ) -> Result:
     """Run a method on a fleet of clients and return the model and one row a round.
 
@@ -97,6 +99,7 @@ def simulate(
     timeline: record who trained when, from which version, and what the server did, in `result.timeline`.
     progress: True shows the round and its numbers; a function is called with every row.
     folder, resume: rows and checkpoints go here; an interrupted run goes on with resume=True.
+    workers: train in so many processes of their own, or in those of an open fs.Pool; None: in this one.
     """
     method = make(algorithm) if isinstance(algorithm, str) else algorithm
     if not isinstance(method, Algorithm):
@@ -108,6 +111,7 @@ def simulate(
     rounds, every, seed = inputs.whole("rounds", rounds), inputs.whole("every", every), inputs.whole("seed", seed, 0)
     batch_size = None if batch_size is None else inputs.whole("batch_size", batch_size)
     chunk = None if chunk is None else inputs.whole("chunk", chunk)
+    workers = workers if workers is None or isinstance(workers, Pool) else inputs.whole("workers", workers)
     if resume and folder is None:
         raise FedstrideError("resume=True needs the folder of the run")
     local = inputs.local(method, momentum, weight_decay, clip)
@@ -140,47 +144,56 @@ def simulate(
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
         if backend == "auto":
             backend = store.setup.get("backend", backend)
-    oracle = make_oracle(backend, vector, clients, loss)
+    # With workers, this process only measures; theirs may be other devices, with other backends.
+    oracle = make_oracle(backend if workers is None else "auto", vector, clients, loss)
     inputs.check_batches(oracle.model, clients, sampler)
     fleet = clients.fleet(weights or method.weights, target)
-    rows_at_once = chunk or max(1, CHUNK_BYTES[target.type] // (VECTORS * vector.x.element_size() * len(vector.x)))
-
     training = (clients, fleet.weights) if train_loss else None
     evaluate = Evaluation(oracle.model, loss, test, metrics, training, local.weight_decay)
     limits = (stop, schedule, inputs.budget(seconds, world, method))
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, every, evaluate, *limits)
     job = partial(single_job, plan)
-    transport = Simulator(method, oracle, sampler, local, rows_at_once, seed, pace, schedule, job)
     run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline() if timeline else None)
     rates(plan, 1)
-    if store is not None:
-        store.load(run, transport)
-        if run.status == "finished" or (run.status == "stopped" and not (stop and stop(run.rows[-1]))):
-            run.status = "running"  # more rounds are asked for, or another target
+    with hired(workers) as pool, _threads(oracle, len(clients)):
+        settings, name = (oracle, sampler, local, seed, pace, schedule, job), oracle.name
+        if pool is None:
+            transport = Simulator(method, *settings, chunk or rows_at_once(vector.x))
+        else:
+            from fedstride.scale.cluster import connect  # needs Ray
 
-    setup = {"backend": oracle.name}
-
-    def after(run: Run) -> None:
+            transport, name = connect(pool, plan, model, loss, device, backend, chunk, *settings)
         if store is not None:
-            store.append(run)
-            if store.due():
-                store.save(run, transport, setup)
-        if callable(progress):
-            progress(run.rows[-1])
-        elif progress:
-            _show(run.rows[-1], rounds)
+            store.load(run, transport)
+            if run.status == "finished" or (run.status == "stopped" and not (stop and stop(run.rows[-1]))):
+                run.status = "running"  # more rounds are asked for, or another target
+        setup = {"backend": name}
 
-    with _threads(oracle, len(clients)):
+        def after(run: Run) -> None:
+            if store is not None:
+                store.append(run)
+                if store.due():
+                    store.save(run, transport, setup)
+            if callable(progress):
+                progress(run.rows[-1])
+            elif progress:
+                _show(run.rows[-1], rounds)
+
         play(run, plan, transport, after)
-    if progress is True:
-        sys.stderr.write("\n")
-    if store is not None:
-        store.save(run, transport, setup)
-    if run.timeline is not None:
-        run.timeline.add_gone((job, "in flight") for job in transport.under_way())
-    x, batch = method.model(run.state), transport.trained / max(1, transport.batches)
-    ending = (run.status, method.name, oracle.name, run.state, transport.memories, batch, run.timeline)
+        if progress is True:
+            sys.stderr.write("\n")
+        if store is not None:
+            store.save(run, transport, setup)
+        if run.timeline is not None:
+            run.timeline.add_gone((job, "in flight") for job in transport.under_way())
+        x, batch = method.model(run.state), transport.trained / max(1, transport.batches)
+        ending = (run.status, method.name, name, run.state, transport.memories.here(), batch, run.timeline)
     return Result(x, vector.loaded(x), run.rows, *ending)
+
+
+def rows_at_once(x: Tensor) -> int:
+    """How many clients train together, so that their vectors fit into the memory meant for them."""
+    return max(1, CHUNK_BYTES[x.device.type] // (VECTORS * x.element_size() * len(x)))
 
 
 @contextmanager
@@ -223,7 +236,20 @@ def make_oracle(backend: str, vector: VectorModel, clients: Clients, loss: LossF
     inputs.check_labels(clients, loss, outputs)
     check_scalar(loss, outputs, targets)
     each = per_example(loss, outputs, targets, clients.targets)
-    name = oracles.choose(backend, vector, vector.x.device, len(clients))
+    return build_oracle(backend, vector, len(clients), loss, each, examples, targets)
+
+
+def build_oracle(
+    backend: str,
+    vector: VectorModel,
+    cohort: int,
+    loss: LossFunction,
+    each: tuple[LossFunction, str] | None,
+    examples: Tensor,
+    targets: Tensor,
+) -> oracles.Oracle:
+    """The backend, tried on a few examples."""
+    name = oracles.choose(backend, vector, vector.x.device, cohort)
     oracle = oracles.make(name, vector, loss, each)
     key = torch.zeros(1, dtype=torch.int64, device=vector.x.device) if vector.dropouts else None
     try:

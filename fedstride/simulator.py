@@ -57,11 +57,11 @@ class Simulator:
         oracle: Oracle,
         sampler: Sampler,
         local: Local,
-        chunk: int,
         seed: int,
         pace: Pace,
         schedule: Schedule,
         plan_job: Callable[[int, int], tuple[int, int, float]],
+        chunk: int,
     ):
         self._oracle, self._sampler, self._local, self._chunk, self._seed = oracle, sampler, local, chunk, seed
         self._pace, self._extra = pace, algorithm.full_gradients

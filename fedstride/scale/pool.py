@@ -1,0 +1,150 @@
+"""Workers as Ray actors, on this machine or on a cluster; Ray is started and stopped here where nobody else did."""
+
+import os
+import shutil
+import signal
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fedstride.errors import FedstrideError
+from fedstride.inputs import whole
+
+STORE = 16 << 30  # bytes of Ray's object store at most, where it is started here
+PATIENCE = 120.0  # seconds for workers to be there
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # says nothing to anybody
+    "RAY_enable_metrics_collection": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+class Pool:
+    """So many workers, each with a device of its own: a GPU, or its share of a machine's cores.
+
+    workers: how many; None: one a GPU of the cluster, or one a machine where there are none.
+    ray: None starts Ray on this machine and stops it at the end; "auto" or an address joins a cluster.
+    """
+
+    def __init__(self, workers: int | None = None, ray: str | None = None):
+        count = None if workers is None else whole("workers", workers)
+        if count is None and ray is None:
+            raise FedstrideError("say how many workers, such as 2, or which Ray cluster to join")
+        self._ray, self._folder, self._before = _ray(), "", signal.getsignal(signal.SIGTERM)
+        self.handles: list[Any] = []
+        self.runs = 0  # so far
+        try:
+            self._connect(ray, count)
+            self._hire(count)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, address: str | None, count: int | None) -> None:
+        """Join the cluster, or start one: dashboard off, store bounded, files in a folder that goes with it."""
+        self._mine = not self._ray.is_initialized()
+        if not self._mine:
+            return
+        common = dict(include_dashboard=None, log_to_driver=False, configure_logging=False)
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            if address is not None:
+                try:
+                    self._ray.init(address=address, **common)
+                except (ConnectionError, RuntimeError, ValueError) as error:
+                    raise FedstrideError(
+                        f"cannot join a Ray cluster at {address!r}: {str(error).splitlines()[0]}; start one with "
+                        "`ray start --head`"
+                    ) from None
+                return
+            self._folder = tempfile.mkdtemp(prefix="fedstride-", dir="/tmp")  # sockets need a short path
+            room = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else STORE
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+            self._ray.init(
+                address="local", num_cpus=max(count or 1, _cores()), _temp_dir=self._folder,
+                object_store_memory=int(min(STORE, memory // 3, 0.9 * room)),
+                **common | {"include_dashboard": False},
+            )  # fmt: skip
+
+    def _hire(self, count: int | None) -> None:
+        from fedstride.scale.worker import Worker
+
+        gpus = int(self._ray.cluster_resources().get("GPU", 0))
+        count = count or gpus or len([node for node in self._ray.nodes() if node["Alive"]])
+        share = 0.0 if not gpus else 1.0 if count <= gpus else gpus / count
+        if 0 < share < 1:
+            share = 1 / -(-count // gpus)  # a worker cannot have parts of two GPUs
+        kind = self._ray.remote(Worker).options(
+            num_cpus=1, num_gpus=share, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
+        )
+        self.handles = [kind.remote() for _ in range(count)]
+        asked = [handle.where.remote() for handle in self.handles]
+        there, missing = self._ray.wait(asked, num_returns=count, timeout=PATIENCE)
+        if missing:
+            raise FedstrideError(
+                f"the cluster has room for {len(there)} of {count} workers, which need a core each"
+                + (f" and {share:g} of a GPU" if share else "")
+                + "; ask for fewer"
+            )
+        try:
+            places = self._ray.get(asked)
+        except self._ray.exceptions.RayError as error:
+            raise FedstrideError(
+                f"a worker cannot start: {str(error).strip().splitlines()[-1]}; fedstride must be installed on every "
+                "machine of the cluster"
+            ) from None
+        self.machines = [machine for machine, _, _ in places]
+        on = Counter(self.machines)
+        self.neighbours = [on[machine] for machine in self.machines]
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def processes(self) -> list[int]:
+        """Process numbers of the workers."""
+        return [process for _, process, _ in self._ray.get([handle.where.remote() for handle in self.handles])]
+
+    def close(self) -> None:
+        """Let the workers go, and Ray with them if it was started here."""
+        for handle in self.handles:
+            self._ray.kill(handle)
+        self.handles = []
+        if self._mine and self._ray.is_initialized():
+            self._ray.shutdown()
+            signal.signal(signal.SIGTERM, self._before)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def hired(workers: Any) -> Iterator[Pool | None]:
+    """A pool that is open already, a new one of so many workers, or none."""
+    if workers is None or isinstance(workers, Pool):
+        yield workers
+        return
+    with Pool(workers) as pool:
+        yield pool
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError:
+        raise FedstrideError("workers need Ray: pip install 'fedstride[scale]'") from None
+    return ray
