@@ -296,10 +296,13 @@ class Experiment(BaseModel):
         options = {name: value for name, value in self._model_options((1,), classes).items() if name != "inputs"}
         return Experiment.parse(self.dump() | {"model": {"name": self.model.name, **options}})
 
-    def run(self, folder: str | os.PathLike | None = None, resume: bool = False, progress: Any = False) -> Result:
+    def run(
+        self, folder: str | os.PathLike | None = None, resume: bool = False, progress: Any = False, workers: Any = None
+    ) -> Result:
         """Simulate it."""
         method, model, clients, _, settings = self.prepare()
-        return simulate(method, model, clients, folder=folder, resume=resume, progress=progress, **settings)
+        where = dict(folder=folder, resume=resume, progress=progress, workers=workers)
+        return simulate(method, model, clients, **where, **settings)
 
     def fleet(self) -> tuple[Clients, tuple | None, tuple[str, ...]]:
         """Clients, test data and names of classes."""

@@ -24,6 +24,7 @@ from fedstride.errors import FedstrideError
 from fedstride.experiment import Choice, Experiment, Prepared, read_toml
 from fedstride.inputs import whole
 from fedstride.results import Result
+from fedstride.scale.pool import Pool, hired
 from fedstride.simulate import simulate
 from fedstride.statistics import Run
 
@@ -144,11 +145,14 @@ class Study:
         resume: bool = False,
         watch: Callable[[Planned, dict[str, Any]], None] = lambda plan, row: None,
         done: Callable[[Planned, Run], None] = lambda plan, run: None,
+        workers: int | Pool | None = None,
     ) -> dict[str, list[Run]]:
-        """Run what is not there yet; `watch` sees every row as it comes, `done` every run. Returns runs by label."""
+        """Run what is not there yet; `watch` sees every row as it comes, `done` every run. Returns runs by label.
+
+        Workers take whole runs as long as there is one for each of them; they share the cohorts of the runs left over.
+        """
         root = Path(folder)
         whole_study = self._joined(root / "study.toml")
-        results: dict[str, list[Run]] = {plan.label: [] for plan in self.plans}
         states = [_state(root / plan.folder, plan.experiment) for plan in self.plans]
         for plan, state in zip(self.plans, states):
             if state == "unfinished" and not resume:
@@ -162,20 +166,44 @@ class Study:
                 plan.experiment.prepare()
             seen.add(key)
         _write(root / "study.toml", whole_study)
-        for plan, state in zip(self.plans, states):
-            path = root / plan.folder
-            if state != "complete":
-                _write(path / "experiment.toml", plan.experiment.dump())
-                ready = plan.experiment.prepare()
-                result = simulate(
-                    ready.method, ready.model, ready.clients, folder=path, resume=True,
-                    progress=partial(watch, plan), **ready.settings,
-                )  # fmt: skip
-                _write(path / "clients.json", facts(result, ready))
-            run = runs.read(plan.label, plan.experiment.seed, path).run
-            results[plan.label].append(run)
-            done(plan, run)
-        return results
+        found: dict[Path, Run] = {}
+
+        def over(plan: Planned) -> None:
+            found[plan.folder] = runs.read(plan.label, plan.experiment.seed, root / plan.folder).run
+            done(plan, found[plan.folder])
+
+        def call(plan: Planned) -> tuple:
+            return _play, plan.experiment, (root / plan.folder).absolute()
+
+        left = [plan for plan, state in zip(self.plans, states) if state != "complete"]
+        with hired(workers if left else None) as pool:
+            if pool is not None and len(left) >= len(pool):
+                from fedstride.scale.side import side_by_side  # needs Ray
+
+                whole_runs = left[: len(left) - len(left) % len(pool)]
+                for plan, _ in side_by_side(pool, root.absolute(), whole_runs, call, watch):
+                    over(plan)
+            for plan in self.plans:
+                if plan.folder in found:
+                    continue
+                if plan in left:
+                    _play(plan.experiment, root / plan.folder, partial(watch, plan), pool)
+                over(plan)
+        labels = dict.fromkeys(plan.label for plan in self.plans)
+        return {label: [found[plan.folder] for plan in self.plans if plan.label == label] for label in labels}
+
+
+def _play(
+    experiment: Experiment, path: Path, progress: Callable[[dict[str, Any]], None], workers: Pool | None = None
+) -> None:
+    """One run, into its folder."""
+    _write(path / "experiment.toml", experiment.dump())
+    ready = experiment.prepare()
+    result = simulate(
+        ready.method, ready.model, ready.clients, folder=path, resume=True, progress=progress, workers=workers,
+        **ready.settings,
+    )  # fmt: skip
+    _write(path / "clients.json", facts(result, ready))
 
 
 def facts(result: Result, prepared: Prepared) -> dict[str, Any]:

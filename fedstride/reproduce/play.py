@@ -17,6 +17,7 @@ from fedstride.experiment import Experiment
 from fedstride.reproduce import store
 from fedstride.reproduce.items import Cell, Item
 from fedstride.reproduce.store import Found, points
+from fedstride.scale.pool import Pool, hired
 from fedstride.statistics import Run
 
 Watch = Callable[[str, Experiment, dict[str, Any]], None]
@@ -48,9 +49,17 @@ class Ended(NamedTuple):
     wall: float
 
 
-def play(item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda *row: None, jobs: int = 1) -> Found:
+def play(
+    item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda *row: None, jobs: int = 1,
+    workers: int | Pool | None = None,
+) -> Found:  # fmt: skip
     """Tune on the first seed where there is a grid, then run every seed; stored runs stay, half-done ones go on."""
     found = Found(item, path)
+    if workers is not None and any(True for _ in missing(found, seeds)):
+        with hired(workers) as pool:
+            assert pool is not None
+            _spread(found, folder.absolute(), seeds, watch, pool)
+        return found
     if jobs > 1:
         _side_by_side(found, folder, seeds, watch, jobs)
         return found
@@ -93,9 +102,27 @@ def _side_by_side(found: Found, folder: Path, seeds: int, watch: Watch, jobs: in
                 _add(found, task, ended, folder)
 
 
-def _run(experiment: Experiment, folder: Path, progress: Any = False) -> Ended:
+def _spread(found: Found, folder: Path, seeds: int, watch: Watch, pool: Pool) -> None:
+    """Whole runs on workers, as long as there is one for each; those left over share all workers."""
+    from fedstride.scale.side import side_by_side  # needs Ray
+
+    def call(task: Task) -> tuple:
+        return _run, task.experiment, folder
+
+    def seen(task: Task, row: dict[str, Any]) -> None:
+        watch(str(task), task.experiment, row)
+
+    while tasks := list({_folder(task.experiment): task for task in missing(found, seeds)}.values()):
+        count = len(tasks) - len(tasks) % len(pool)
+        for task, ended in side_by_side(pool, folder, tasks[:count], call, seen):
+            _add(found, task, ended, folder)
+        for task in tasks[count:]:
+            _add(found, task, _run(task.experiment, folder, partial(watch, str(task), task.experiment), pool), folder)
+
+
+def _run(experiment: Experiment, folder: Path, progress: Any = False, workers: Pool | None = None) -> Ended:
     start = time.perf_counter()
-    result = experiment.run(folder / _folder(experiment), resume=True, progress=progress)
+    result = experiment.run(folder / _folder(experiment), True, progress, workers)
     return Ended(result.rows, result.status, result.backend, time.perf_counter() - start)
 
 

@@ -4,6 +4,7 @@ Down travels a message, once for everybody; up come sums and scalars. Memories, 
 that wait for the server, stay in the store of the machine where they were made (fedstride/scale/shelf.py).
 """
 
+import secrets
 from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -44,11 +45,10 @@ def connect(
     oracle: Oracle, sampler: Sampler, local: Local, *rest: Any,
 ) -> tuple["Cluster", str]:  # fmt: skip
     """The transport of one run, and the workers' backend; what comes last is what `Simulator` takes, too."""
-    pool.runs += 1
     clients, x = sampler.clients, oracle.model.x
     arrays = tuple(part.cpu().numpy() for part in (clients.inputs, clients.targets, clients.order))
     brief = Brief(
-        pool.runs, plan.algorithm, model, x.dtype, device, backend, loss,
+        secrets.token_hex(8), plan.algorithm, model, x.dtype, device, backend, loss,
         (oracle.each, oracle.reduction) if oracle.each else None, oracle.model.mixes_examples, ray.put(arrays),
         clients.sizes, sampler.batch_size, sampler.sampling, local, plan.fleet.weights.cpu().numpy(), plan.seed, chunk,
     )  # fmt: skip
@@ -196,7 +196,7 @@ class Cluster(Simulator):
                 torch.from_numpy(uploads[name][row : row + 1]) if name in uploads else content.scalars[name][:, None]
                 for name in content.fields
             )
-            upload = namedtuple("Upload", content.fields)(*values)  # type: ignore[misc]
+            upload = namedtuple("Upload", content.fields)(*values)
             memory = type(memories)(*(value[row : row + 1] for value in memories)) if memories else ()
             stored.append((number, upload, memory, content.train_loss))
         return tuple(stored)

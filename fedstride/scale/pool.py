@@ -30,18 +30,24 @@ class Pool:
     """
 
     def __init__(self, workers: int | None = None, ray: str | None = None):
-        count = None if workers is None else whole("workers", workers)
-        if count is None and ray is None:
+        self._count = None if workers is None else whole("workers", workers)
+        if self._count is None and ray is None:
             raise FedstrideError("say how many workers, such as 2, or which Ray cluster to join")
-        self._ray, self._folder, self._before = _ray(), "", signal.getsignal(signal.SIGTERM)
+        self._ray, self._address, self._folder = _ray(), ray, ""
         self.handles: list[Any] = []
-        self.runs = 0  # so far
+        self.machines: list[str] = []  # every worker's
+        self.neighbours: list[int] = []  # workers on the same machine, itself among them
+
+    def open(self) -> "Pool":
+        """Start the workers, and Ray if need be."""
+        self._before = signal.getsignal(signal.SIGTERM)
         try:
-            self._connect(ray, count)
-            self._hire(count)
+            self._connect(self._address, self._count)
+            self._hire(self._count)
         except BaseException:
             self.close()
             raise
+        return self
 
     def _connect(self, address: str | None, count: int | None) -> None:
         """Join the cluster, or start one: dashboard off, store bounded, files in a folder that goes with it."""
@@ -121,19 +127,19 @@ class Pool:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> "Pool":
-        return self
+        return self.open()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 @contextmanager
-def hired(workers: Any) -> Iterator[Pool | None]:
-    """A pool that is open already, a new one of so many workers, or none."""
-    if workers is None or isinstance(workers, Pool):
+def hired(workers: int | Pool | None) -> Iterator[Pool | None]:
+    """Workers for a while: those of a pool that is open, or of one that is opened for the purpose; None: none."""
+    if workers is None or (isinstance(workers, Pool) and workers.handles):
         yield workers
         return
-    with Pool(workers) as pool:
+    with workers if isinstance(workers, Pool) else Pool(workers) as pool:
         yield pool
 
 

@@ -15,6 +15,7 @@ from fedstride.memory import Memories, as_rows
 from fedstride.scale.worker import Columns, Pick, pick
 
 CROWDED = 2  # rows in the store for one that is still somebody's, before the others are cleared away
+SELDOM = 64  # rows put before anybody looks
 
 
 class Stored:
@@ -78,7 +79,7 @@ class Shelf:
 
     def crowd(self) -> dict[int, Place]:
         """The rows to be moved so that objects that are mostly nobody's can go; looked for only now and then."""
-        if self._new <= max(64, len(self._places)):
+        if self._new <= max(SELDOM, len(self._places)):
             return {}
         self._new = 0
         used: dict[Stored, int] = {}

@@ -16,6 +16,7 @@ from fedstride.algorithm import Algorithm, Exchange
 from fedstride.clients import Clients
 from fedstride.losses import LossFunction
 from fedstride.memory import as_rows
+from fedstride.oracle import Oracle
 from fedstride.replies import Reduced, Replies, finite, joined, traffic
 from fedstride.sampling import Jobs, Replay, Sampler
 from fedstride.simulator import stacked, train
@@ -30,7 +31,7 @@ Columns = dict[str, np.ndarray]  # tables with a row a client
 class Brief(NamedTuple):
     """All that a worker must know of a run."""
 
-    number: int  # of the run in its pool
+    name: str  # no other run has it
     method: Algorithm
     model: torch.nn.Module
     dtype: torch.dtype
@@ -111,8 +112,8 @@ def unpacked(message: Any, device: torch.device) -> Any:
 class Held(Clients):
     """The examples of the clients that were asked for so far, on a device that cannot hold everybody's."""
 
-    def __init__(self, host: Clients, device: torch.device, dtype: torch.dtype):
-        self._host, self._device, self._dtype = host, device, dtype
+    def __init__(self, host: Clients, device: torch.device):
+        self._host, self._device = host, device
         self.sizes, self.offsets = host.sizes, np.zeros(len(host.sizes) + 1, dtype=np.int64)
         self._here = np.zeros(len(host.sizes), dtype=bool)
         self.inputs, self.targets = (part[:0].to(device) for part in (host.inputs, host.targets))
@@ -137,6 +138,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._brief: Brief | None = None
+        self._oracle: Oracle
+        self._chunk: int
 
     def where(self) -> tuple[str, int, int]:
         """Machine, process, GPUs."""
@@ -158,18 +161,19 @@ class Worker:
         """Make ready for a run; returns the backend and how many clients it trains together."""
         import ray
 
-        from fedstride import inputs
+        from fedstride.inputs import device as find
         from fedstride.simulate import build_oracle, rows_at_once
 
-        if self._brief is not None and self._brief.number == brief.number:
+        if self._brief is not None and self._brief.name == brief.name:
             return self._oracle.name, self._chunk
         self.share_cores(neighbours)
-        device = inputs.device(brief.device)
+        device = find(brief.device)
         arrays = ray.get(brief.data)
-        host = Clients(*(as_tensor(array) for array in arrays), brief.sizes)
+        inputs, targets, order = (as_tensor(array) for array in arrays)
+        host = Clients(inputs, targets, order, brief.sizes)
         vector = VectorModel(brief.model, brief.dtype, device)
         vector.mixes_examples = brief.mixes_examples
-        self._clients = host if device.type == "cpu" else Held(host, device, brief.dtype)
+        self._clients = host if device.type == "cpu" else Held(host, device)
         examples = tuple(part[:4].to(device) for part in host.data(0))
         self._oracle = build_oracle(brief.backend, vector, len(host), brief.loss, brief.each, *examples)
         sharing = neighbours if device.type == "cpu" else 1
@@ -196,38 +200,34 @@ class Worker:
             self._weights, len(self._oracle.model.x), request.by_weight, method.needs_rows, version, method.factor
         )
         parts, uploads, memories, losses, evaluations, places = [], [], [], [], [], []
-        fields: tuple[str, ...] = ()
         for first in range(0, len(jobs.clients), self._chunk):
             rows = slice(first, first + self._chunk)
             message = stacked([messages[which] for which in request.messages[rows]], self._oracle.model.x)
-            memory = self._memories(request, rows, objects[models:])
             own = (self._oracle, self._sampler, brief.local, brief.seed)
-            done = train(*own, exchange, message, jobs.take(rows), memory)
+            done = train(*own, exchange, message, jobs.take(rows), self._memories(request, rows, objects[models:]))
             fields = getattr(done.upload, "_fields", ())
             if request.keep:
-                count, scalars, vectors = len(jobs.take(rows).clients), {}, {}
-                for name, value in zip(fields, done.upload):
-                    if value.shape[1] == 1:
-                        scalars[name] = value[:, 0]
-                    if value.shape[1] > 1 or len(self._oracle.model.x) == 1:
-                        vectors[name] = value.cpu().numpy()
-                parts.append(Reduced(finite(done.upload, count), traffic(done.upload), scalars, {}, {}))
+                part, vectors = self._kept(done.upload, fields, len(done.evaluations))
                 uploads.append(vectors)
             else:
-                parts.append(replies.reduce(jobs.take(rows), done.upload))
+                part = replies.reduce(jobs.take(rows), done.upload)
+            parts.append(part)
             places.append(np.arange(len(jobs.clients))[rows])
-            names = getattr(self._memory, "_fields", ())
-            own_types = zip(names, self._memory, done.memory)
+            own_types = zip(getattr(self._memory, "_fields", ()), self._memory, done.memory)
             memories.append({name: value.to(like.dtype).cpu().numpy() for name, like, value in own_types})
-            losses.append(None if done.train_loss is None else done.train_loss.cpu().numpy())
+            losses += [] if done.train_loss is None else [done.train_loss.cpu().numpy()]
             evaluations.append(done.evaluations)
-        reduced = _arrays(joined(parts, places))
-        part = Part(
-            reduced, fields, None if losses[0] is None else np.concatenate(losses), np.concatenate(evaluations),
-            time.perf_counter() - start,
-        )  # fmt: skip
+        numbers = (np.concatenate(losses) if losses else None, np.concatenate(evaluations))
+        told = Part(_arrays(joined(parts, places)), fields, *numbers, time.perf_counter() - start)
         kept = ([uploads] if request.keep else []) + ([memories] if memories[0] else [])
-        return (part, *(_tables(tables) for tables in kept)) if kept else part
+        return (told, *(_tables(tables) for tables in kept)) if kept else told
+
+    def _kept(self, upload: Any, fields: tuple[str, ...], count: int) -> tuple[Reduced, Columns]:
+        """An upload whose vectors will be summed later: what goes to the driver, and what stays."""
+        scalars = {name: value[:, 0] for name, value in zip(fields, upload) if value.shape[1] == 1}
+        whole = len(self._oracle.model.x) == 1  # then vectors look like scalars: they are both
+        vectors = {name: value.cpu().numpy() for name, value in zip(fields, upload) if value.shape[1] > 1 or whole}
+        return Reduced(finite(upload, count), traffic(upload), scalars, {}, {}), vectors
 
     def _memories(self, request: Request, rows: slice, objects: tuple) -> Any:
         if request.memories is None:
@@ -244,10 +244,10 @@ class Worker:
         for place, tables in enumerate(objects):
             mine = np.flatnonzero(wanted.which == place)
             for name, table in tables.items():
-                rows, order = wanted.rows[mine], factors[:, mine].astype(table.dtype)
-                if len(rows) == len(table):  # all of it: no copy
-                    order, rows = order[:, rows.argsort()], slice(None)
-                more = order @ table[rows]
+                rows = wanted.rows[mine]
+                every = len(rows) == len(table) and np.array_equal(np.sort(rows), np.arange(len(table)))
+                order, block = (rows.argsort(), table) if every else (slice(None), table[rows])  # no copy of all
+                more = factors[:, mine[order]].astype(table.dtype) @ block
                 found[name] = found[name] + more if name in found else more
         return found
 
@@ -255,8 +255,8 @@ class Worker:
         """Rows of several objects as one, so that the others can go."""
         return None, pick(objects, wanted)
 
-    def play(self, function: Callable[..., Any], neighbours: int, *arguments: Any) -> Iterator[tuple[list, Any]]:
-        """A whole run: `function(*arguments, progress)`; yields the rows as they come, and at last what it returned."""
+    def play(self, function: Callable[..., Any], neighbours: int, *arguments: Any) -> Iterator[tuple[list, bool, Any]]:
+        """A whole run, `function(*arguments, progress)`; yields rows as they come, whether it is over, what it gave."""
         news: queue.Queue = queue.Queue()
 
         def work() -> None:
@@ -268,18 +268,16 @@ class Worker:
 
         threading.Thread(target=work, daemon=True).start()
         rows: list[dict[str, Any]] = []
-        told = time.monotonic()
-        while True:
+        kind, told = "", time.monotonic()
+        while kind != "end":
             kind, value = news.get()
             if kind == "error":
                 raise value
             if kind == "row":
                 rows.append(value)
             if kind == "end" or time.monotonic() - told > NEWS:
-                yield rows, value if kind == "end" else None
+                yield rows, kind == "end", value if kind == "end" else None
                 rows, told = [], time.monotonic()
-            if kind == "end":
-                return
 
 
 def _tables(parts: list[Columns]) -> Columns:
@@ -289,7 +287,7 @@ def _tables(parts: list[Columns]) -> Columns:
 
 def _arrays(reduced: Reduced) -> Reduced:
     """With numpy arrays, which travel without being copied once more."""
-    tables = ({name: value.cpu().numpy() for name, value in part.items()} for part in reduced[2:])
+    tables: Any = ({name: value.cpu().numpy() for name, value in part.items()} for part in reduced[2:])
     return Reduced(reduced.used, reduced.bytes, *tables)
 
 
