@@ -45,13 +45,13 @@ def assert_same(one, two, tolerance=1e-9):
         for name in ("round", "seconds", "clients", "steps", "bytes_up", "bytes_down", "rejected", "max_staleness"):
             assert row.get(name) == other.get(name), name
         assert row.get("local_loss", 0) == pytest.approx(other.get("local_loss", 0), rel=1e-6)
-    assert (one.status, one.batch) == (two.status, two.batch)
+    assert one.status == two.status
     (mine, tables), (theirs, others) = one.memories.dump(), two.memories.dump()
     assert mine == theirs and tables.keys() == others.keys()
     for name in tables:
         torch.testing.assert_close(tables[name], others[name], rtol=tolerance, atol=tolerance)
     if one.timeline is not None:
-        assert one.timeline.news() == two.timeline.news()
+        assert (one.timeline.jobs, one.timeline.updates) == (two.timeline.jobs, two.timeline.updates)
 
 
 RUNS = {
@@ -128,24 +128,20 @@ def test_resume_with_and_without_workers(everybody, tmp_path, settings, first):
     order = (everybody, None) if first == "workers" else (None, everybody)
     problem.run("scaffold", rounds=3, folder=tmp_path, workers=order[0], **settings)
     resumed = problem.run("scaffold", rounds=8, folder=tmp_path, resume=True, workers=order[1], **settings)
-    resumed.timeline._written = 0
-    torch.testing.assert_close(whole.x, resumed.x, rtol=1e-9, atol=1e-9)
-    assert [row["seconds"] for row in whole.rows] == [row["seconds"] for row in resumed.rows]
-    for mine, theirs in zip(whole.memories.get(range(6)), resumed.memories.get(range(6))):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    assert_same(whole, resumed)
 
 
 class Deadly:
     """Draws batches, says which process does, and kills it once in the middle of a round."""
 
-    def __init__(self, folder, deadly=True):
-        self.folder, self.deadly = folder, deadly
+    def __init__(self, folder):
+        self.folder, self.driver = folder, os.getpid()
 
     def __call__(self, client, round, step):
         me = os.getpid()
-        if me != DRIVER:
+        if me != self.driver:
             (self.folder / f"pid-{me}").touch()
-            if self.deadly and round == 2 and step == 1 and client % 2:
+            if round == 2 and step == 1 and client % 2:
                 try:
                     (self.folder / "dead").touch(exist_ok=False)
                 except FileExistsError:
@@ -176,6 +172,7 @@ def test_a_worker_is_killed_in_the_middle_of_a_round(everybody, tmp_path, settin
     assert (tmp_path / f"pid-{new}").exists()
 
 
+@pytest.mark.slow
 def test_work_that_kills_every_worker_is_given_up(everybody):
     def fatal(client, round, step):
         if os.getpid() != DRIVER:
@@ -191,15 +188,15 @@ def test_a_straggler_is_not_waited_for(everybody, tmp_path, monkeypatch):
     monkeypatch.setattr(team, "LATE", (0.5, 1.0))
 
     def slow(client, round, step):
-        if os.getpid() != DRIVER and round == 1 and client == 1 and not (tmp_path / "slept").exists():
-            (tmp_path / "slept").touch()
-            time.sleep(6)
+        if os.getpid() != DRIVER and round == 1 and client == 1 and not (tmp_path / "asleep").exists():
+            (tmp_path / "asleep").write_text(str(os.getpid()))
+            time.sleep(100)
         return [step % 5]
 
-    problem = Quadratics()
-    start = time.monotonic()
+    problem, start = Quadratics(), time.monotonic()
     late = problem.run("scaffold", sampling=slow, rounds=4, workers=some(everybody, 2))
-    assert time.monotonic() - start < 6 and (tmp_path / "slept").exists()
+    assert time.monotonic() - start < 90
+    os.kill(int((tmp_path / "asleep").read_text()), signal.SIGKILL)
     assert_same(problem.run("scaffold", sampling=slow, rounds=4), late)
 
 
@@ -227,9 +224,9 @@ def test_old_memories_are_cleared_away(everybody, monkeypatch):
     clients = fs.Clients.from_arrays([(rng.normal(size=(4, 3)), rng.normal(size=4)) for _ in range(12)])
     settings = dict(loss=fs.losses.least_squares, rounds=40, steps=2, device="cpu", dtype=torch.float64)
     settings |= dict(participation=fs.participation.uniform(4))
+    model = torch.nn.Linear(3, 1)
     runs = [
-        fs.simulate("scaffold", torch.nn.Linear(3, 1), clients, workers=workers, **settings)
-        for workers in (None, some(everybody, 1))
+        fs.simulate("scaffold", model, clients, workers=workers, **settings) for workers in (None, some(everybody, 1))
     ]
     assert_same(*runs)
     assert max(seen) <= 3 * 12

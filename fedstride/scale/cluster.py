@@ -118,7 +118,7 @@ class Cluster(Simulator):
         """As tensors: copies, or on the store's memory, which must not be written to, where they are summed anyway."""
         make: Any = torch.tensor if copy else as_tensor
         tables = ({name: make(value, device=self._device) for name, value in part.items()} for part in reduced[2:])
-        return Reduced(reduced.used, reduced.bytes, *tables)
+        return Reduced(reduced.used.copy(), reduced.bytes, *tables)
 
     def gather(self, exchange: Exchange, message: Any, version: int) -> Iterator[Answers]:
         self._version = version

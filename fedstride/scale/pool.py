@@ -3,7 +3,9 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -15,10 +17,12 @@ from fedstride.inputs import whole
 
 STORE = 16 << 30  # bytes of Ray's object store at most, where it is started here
 PATIENCE = 120.0  # seconds for workers to be there
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # says nothing to anybody
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # tells nobody outside
     "RAY_enable_metrics_collection": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # the first mistake ends the run; those of other workers need not be told
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # goes to standard output; ours goes to the other one
 }
 
 
@@ -55,8 +59,6 @@ class Pool:
         if not self._mine:
             return
         common = dict(include_dashboard=None, log_to_driver=False, configure_logging=False)
-        for name, value in QUIET.items():
-            os.environ.setdefault(name, value)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             if address is not None:
@@ -71,11 +73,16 @@ class Pool:
             self._folder = tempfile.mkdtemp(prefix="fedstride-", dir="/tmp")  # sockets need a short path
             room = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else STORE
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+            path = os.environ.get("PYTHONPATH")
+            # What can be imported here can be imported there.
+            os.environ["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)
             self._ray.init(
                 address="local", num_cpus=max(count or 1, _cores()), _temp_dir=self._folder,
                 object_store_memory=int(min(STORE, memory // 3, 0.9 * room)),
                 **common | {"include_dashboard": False},
             )  # fmt: skip
+            os.environ.pop("PYTHONPATH")
+            os.environ |= {"PYTHONPATH": path} if path is not None else {}
 
     def _hire(self, count: int | None) -> None:
         from fedstride.scale.worker import Worker
@@ -112,8 +119,14 @@ class Pool:
         return len(self.handles)
 
     def processes(self) -> list[int]:
-        """Process numbers of the workers."""
-        return [process for _, process, _ in self._ray.get([handle.where.remote() for handle in self.handles])]
+        """Process numbers of the workers; waits for those that are being started again."""
+        found: list[int] = []
+        while len(found) < len(self):
+            try:
+                found.append(self._ray.get(self.handles[len(found)].where.remote())[1])
+            except self._ray.exceptions.ActorUnavailableError:
+                time.sleep(0.2)
+        return found
 
     def close(self) -> None:
         """Let the workers go, and Ray with them if it was started here."""
@@ -148,6 +161,8 @@ def _cores() -> int:
 
 
 def _ray() -> Any:
+    for name, value in SETTINGS.items():  # some are read when Ray is imported
+        os.environ.setdefault(name, value)
     try:
         import ray
         import ray.exceptions

@@ -1,13 +1,14 @@
 """The workers of one run: work is handed out, and what dead or straggling ones leave undone is given to others."""
 
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RaySystemError, RayTaskError
 
 from fedstride.errors import FedstrideError
 from fedstride.scale.placement import Placement
@@ -41,7 +42,6 @@ class Team:
     def __init__(self, pool: Pool, brief: Brief, clients: int):
         self._pool = pool
         self.placement = Placement(clients, len(pool))
-        self._away: dict[int, Any] = {}  # worker -> what will be ready when it is back
         try:
             self._brief = ray.put(brief)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -49,9 +49,12 @@ class Team:
                 f"workers need a copy of method, model, loss, sampling and augment, and one of them cannot be copied "
                 f"to another process: {str(error).splitlines()[0]}"
             ) from None
-        told = get([self._load(worker) for worker in range(len(pool))])
-        self.backend, self.chunk = told[0][0], sum(chunk for _, chunk in told)
-        self.deaths = 0  # of workers, so far
+        # Workers that are not there, by what will be ready when they are.
+        self._away = {worker: self._load(worker) for worker in range(len(pool))}
+        self._told: dict[int, tuple[str, int]] = {}  # every worker's backend, and how many clients it trains together
+        while len(self._crew()) < len(pool):  # at the start, all
+            time.sleep(POLL / 5)
+        self.backend, self.chunk = self._told[0][0], sum(chunk for _, chunk in self._told.values())
 
     def _load(self, worker: int) -> Any:
         return self._pool.handles[worker].load.remote(self._brief, self._pool.neighbours[worker])
@@ -122,13 +125,13 @@ class Team:
                     left = np.concatenate([left, sent.rows])
                     self._leave(sent.worker)
             left = np.sort(left)
-        self.deaths += deaths
         return sorted(done, key=lambda part: (part.worker, part.rows[0]))
 
     def _leave(self, worker: int) -> None:
         """No more work for it until it answers: Ray starts dead workers again, and late ones end what they do first."""
         if worker not in self._away:
             self._away[worker] = self._load(worker)
+            sys.stderr.write(f"worker {worker} is gone or late; what it was to do goes to others until it is back\n")
 
     def _crew(self) -> list[int]:
         """Who is there; those who have come back, too. Waits where nobody is."""
@@ -138,7 +141,7 @@ class Team:
                 if not ray.wait([ref], timeout=0)[0]:
                     continue
                 try:
-                    get(ref)
+                    self._told[worker] = get(ref)
                     del self._away[worker]
                 except RayActorError:
                     self._away[worker] = self._load(worker)
@@ -154,11 +157,21 @@ def get(refs: Any) -> Any:
     try:
         return ray.get(refs)
     except RayTaskError as error:
-        if isinstance(error.cause, ObjectLostError):
-            raise _lost() from None
-        raise error.cause from None
-    except ObjectLostError:
-        raise _lost() from None
+        raise _cause(error.cause) from None
+    except (ObjectLostError, RaySystemError) as error:
+        raise _cause(error) from None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What to tell a person."""
+    if isinstance(error, ObjectLostError):
+        return _lost()
+    if isinstance(error, RaySystemError):
+        why = str(error).splitlines()[0]
+        return FedstrideError(
+            f"a worker cannot read what it is sent: {why}; your own modules must be on its machine, too"
+        )
+    return error
 
 
 def _lost() -> FedstrideError:
