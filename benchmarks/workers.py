@@ -1,0 +1,132 @@
+"""What workers cost and bring on this machine: the overhead of a round, and two of them against one.
+
+    python benchmarks/workers.py
+
+Overhead: FedAvg on a model of 5 MiB, 100 clients, one step on a single example each, two workers. A round trains for
+as long as its slowest worker says; what it takes beyond that is the overhead: the message, the sums, their way through
+Ray's object store. The in-process engine is measured in the same way; the difference is what workers cost.
+Speed: the 784-400-10 MLP, 100 clients, 10 steps, batch 10, with one single-thread worker and with two; they take turns,
+because machines drift. Startup is from `fs.Pool(2)` to two workers that answer.
+"""
+
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from models import NETWORKS
+
+import fedstride as fs
+from fedstride.scale import team
+
+TURNS, ROUNDS = 3, 12
+
+
+def fleet(clients: int, examples: int, shape: tuple[int, ...]) -> fs.Clients:
+    torch.manual_seed(0)
+    return fs.Clients.from_arrays(
+        [(torch.randn(examples, *shape), torch.randint(0, 10, (examples,))) for _ in range(clients)]
+    )
+
+
+class Stopwatch:
+    """Seconds of every round, and of the training in it: that of the slowest worker, or of the process itself."""
+
+    def __init__(self) -> None:
+        self.rounds: list[float] = []
+        self.training: list[float] = []
+        self._before = 0.0
+
+    def lr(self, round: int) -> float:
+        """Asked once a round; the first time, the run is only checked."""
+        now = time.perf_counter()
+        self.rounds.append(now - self._before)
+        self._before = now
+        return 0.05
+
+    def __enter__(self) -> "Stopwatch":
+        self._share, self._train = team.Team.share, fs.simulator.Simulator._train
+
+        def share(own, *arguments):
+            done = self._share(own, *arguments)
+            self.training.append(max(part.result.seconds for part in done))
+            return done
+
+        def train(own, *arguments):
+            start = time.perf_counter()
+            done = self._train(own, *arguments)
+            self.training.append(time.perf_counter() - start)
+            return done
+
+        team.Team.share, fs.simulator.Simulator._train = share, train  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        team.Team.share, fs.simulator.Simulator._train = self._share, self._train  # type: ignore[method-assign]
+
+    @property
+    def round(self) -> float:
+        """Seconds of the median round; the first few are left out."""
+        return statistics.median(self.rounds[4:])
+
+    @property
+    def beyond(self) -> float:
+        """Seconds of the median round that are not training."""
+        return statistics.median(a - b for a, b in zip(self.rounds[4:], self.training[2:]))
+
+
+def measured(model: nn.Module, clients: fs.Clients, steps: int, batch: int, workers: fs.Pool | None) -> Stopwatch:
+    with Stopwatch() as watch:
+        fs.simulate("fedavg", model, clients, rounds=ROUNDS + 3, steps=steps, batch_size=batch, lr=watch.lr,
+                    backend="sequential", device="cpu", chunk=100, workers=workers)  # fmt: skip
+    return watch
+
+
+def overhead(pool: fs.Pool) -> None:
+    """A 5 MiB model that is quick to train, so that what is not training can be seen."""
+    model, clients = nn.Sequential(nn.Flatten(), nn.Linear(131_071, 10)), fleet(100, 1, (131_071,))
+    with_workers, without = [], []
+    for _ in range(TURNS):
+        with_workers.append(measured(model, clients, 1, 1, pool).beyond)
+        without.append(measured(model, clients, 1, 1, None).beyond)
+    ours, base = statistics.median(with_workers), statistics.median(without)
+    size = 4 * sum(part.numel() for part in model.parameters()) / 2**20
+    print(
+        f"overhead a round, {size:.2f} MiB, 100 clients, two workers: {1e3 * ours:.1f} ms beside training, in-process "
+        f"{1e3 * base:.1f} ms: {1e3 * (ours - base):.1f} ms more (target 25)"
+    )
+
+
+def speed(pool: fs.Pool) -> None:
+    clients, model = fleet(100, 100, (1, 28, 28)), NETWORKS["mlp"]()
+    one = fs.Pool(1)
+    one.handles, one.machines, one.neighbours = pool.handles[:1], pool.machines[:1], pool.neighbours[:1]
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(TURNS):
+        for count, workers in ((1, one), (2, pool)):
+            seconds[count].append(measured(model, clients, 10, 10, workers).round)
+    rate = {count: 1000 / statistics.median(values) for count, values in seconds.items()}
+    print(
+        f"mlp, 100 clients, 10 steps, batch 10, client-steps a second: one worker {rate[1]:,.0f}, two {rate[2]:,.0f}: "
+        f"{rate[2] / rate[1]:.2f}x (target 1.5)"
+    )
+
+
+def main() -> None:
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}")
+    start = time.perf_counter()
+    with fs.Pool(2) as pool:
+        print(f"startup of two workers: {time.perf_counter() - start:.1f} s")
+        overhead(pool)
+        speed(pool)
+    print(f"load after {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
