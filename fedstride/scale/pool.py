@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -63,11 +64,14 @@ class Pool:
             warnings.simplefilter("ignore", FutureWarning)
             if address is not None:
                 try:
+                    if address != "auto":  # Ray itself would go on trying for minutes
+                        host, _, port = address.rpartition(":")
+                        socket.create_connection((host, int(port)), timeout=10).close()
                     self._ray.init(address=address, **common)
-                except (ConnectionError, RuntimeError, ValueError) as error:
+                except (OSError, RuntimeError, ValueError) as error:
                     raise FedstrideError(
-                        f"cannot join a Ray cluster at {address!r}: {str(error).splitlines()[0]}; start one with "
-                        "`ray start --head`"
+                        f"cannot join a Ray cluster at {address!r}: {str(error).splitlines()[0]}; give auto or "
+                        "HOST:PORT, on a machine that `ray start` has made part of it"
                     ) from None
                 return
             self._folder = tempfile.mkdtemp(prefix="fedstride-", dir="/tmp")  # sockets need a short path
