@@ -9,6 +9,7 @@ Speed: the 784-400-10 MLP, 100 clients, 10 steps, batch 10, with one single-thre
 because machines drift. Startup is from `fs.Pool(2)` to two workers that answer.
 """
 
+import copy
 import os
 import statistics
 import sys
@@ -114,8 +115,8 @@ def overhead(pool: fs.Pool) -> None:
 
 def speed(pool: fs.Pool) -> None:
     clients, model = fleet(100, 100, (1, 28, 28)), NETWORKS["mlp"]()
-    one = fs.Pool(1)
-    one.handles, one.machines, one.neighbours = pool.handles[:1], pool.machines[:1], pool.neighbours[:1]
+    one = copy.copy(pool)
+    one.handles, one.machines = pool.handles[:1], pool.machines[:1]
     seconds: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(TURNS):
         for count, workers in ((1, one), (2, pool)):

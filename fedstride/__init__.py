@@ -21,6 +21,7 @@ from fedstride.errors import FedstrideError
 from fedstride.results import Result, Target
 from fedstride.scale import Pool
 from fedstride.simulate import simulate, smoothness
+from fedstride.together import Together
 from fedstride.world import World
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "Result",
     "Study",
     "Target",
+    "Together",
     "World",
     "algorithms",
     "availability",

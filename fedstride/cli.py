@@ -98,7 +98,7 @@ def reproduce(
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; by default what the item asks for.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for runs under way.")] = Path("runs/reproduce"),
     list_: Annotated[bool, typer.Option("--list", help="Show items, what they cost, and what is done.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="How many runs side by side.")] = 1,
+    jobs: Annotated[int | None, typer.Option(min=1, help="How many runs side by side.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Run the full scale even without a GPU.")] = False,
     workers: Workers = None,
     ray: RayAddress = None,
@@ -112,7 +112,7 @@ def reproduce(
     if what is None:
         raise FedstrideError("say which paper, or which of its items; `fedstride reproduce --list` shows them")
     pool = _pool(workers, ray)
-    if pool is not None and jobs > 1:
+    if pool is not None and jobs is not None:
         raise FedstrideError("--jobs and --workers both say how many runs go side by side; give one of them")
     try:
         command.run(what, scale, seeds, out, jobs, yes, err, pool)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fedstride.errors import FedstrideError
 
@@ -92,8 +93,8 @@ class Clients:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Clients:
         """The same clients with their data on a device, floats in `dtype`, whole-number targets in int64."""
-        inputs = self.inputs.to(device, dtype if self.inputs.is_floating_point() else None)
-        targets = self.targets.to(device, dtype if self.targets.is_floating_point() else torch.int64)
+        inputs = _there(self.inputs, device, dtype if self.inputs.is_floating_point() else self.inputs.dtype)
+        targets = _there(self.targets, device, dtype if self.targets.is_floating_point() else torch.int64)
         return Clients(inputs, targets, self.order.to(device), self.sizes)
 
     def fleet(self, weights: str, device: torch.device) -> Fleet:
@@ -102,3 +103,16 @@ class Clients:
             raise FedstrideError(f"weights must be 'data', 'uniform' or None (the method's own), not {weights!r}")
         share = self.sizes / self.sizes.sum() if weights == "data" else np.full(len(self), 1 / len(self))
         return Fleet(torch.as_tensor(share, device=device), torch.as_tensor(self.sizes, device=device))
+
+
+_COPIES = WeakTensorKeyDictionary()  # a table -> {(device, dtype): the same there}
+
+
+def _there(table: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A table on a device; runs on the same data share one copy, which goes when the table goes."""
+    if table.device == device and table.dtype == dtype:
+        return table
+    copies = _COPIES.setdefault(table, {})
+    if (device, dtype) not in copies:
+        copies[device, dtype] = table.to(device, dtype)
+    return copies[device, dtype]

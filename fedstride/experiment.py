@@ -39,7 +39,9 @@ from fedstride.clients import Clients
 from fedstride.errors import FedstrideError, unknown
 from fedstride.losses import LossFunction
 from fedstride.results import Result, Target
+from fedstride.scale import Pool
 from fedstride.simulate import simulate
+from fedstride.together import Together
 from fedstride.world import Pace, World
 
 FLEETS: dict[str, Callable[..., Any]] = {
@@ -297,12 +299,18 @@ class Experiment(BaseModel):
         return Experiment.parse(self.dump() | {"model": {"name": self.model.name, **options}})
 
     def run(
-        self, folder: str | os.PathLike | None = None, resume: bool = False, progress: Any = False, workers: Any = None
+        self,
+        folder: str | os.PathLike | None = None,
+        resume: bool = False,
+        progress: Any = False,
+        together: Together | None = None,
+        workers: Pool | None = None,
     ) -> Result:
-        """Simulate it."""
+        """Simulate it, alone or with other runs."""
         method, model, clients, _, settings = self.prepare()
-        where = dict(folder=folder, resume=resume, progress=progress, workers=workers)
-        return simulate(method, model, clients, **where, **settings)
+        settings["backend"] = together or settings["backend"]
+        settings |= dict(folder=folder, resume=resume, progress=progress, workers=workers)
+        return simulate(method, model, clients, **settings)
 
     def fleet(self) -> tuple[Clients, tuple | None, tuple[str, ...]]:
         """Clients, test data and names of classes."""

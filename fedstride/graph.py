@@ -7,12 +7,14 @@ computed as `vmap` does. Where a model cannot be recorded, a warning says so and
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedstride.convolution import by_rows
 from fedstride.oracle import Batch, Vmap
+from fedstride.vector import VectorModel
 
 SIZES = (9, 10, 12, 14, 16, 20, 25, 30, 35, 40, 50, 60, 70, 80)
 TRIES = 3  # how often a shape is computed before it is recorded
@@ -41,16 +43,16 @@ class Graph(Vmap):
 
     name = "graph"
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, model: VectorModel, *arguments):
+        super().__init__(by_rows(model) if model.x.dtype == torch.float32 else model, *arguments)
         self._recordings: dict[tuple, Recording] = {}
-        self._pool = None  # memory that all recordings share, since only one is replayed at a time
-        self._able = True
+        self._pool: Any = None  # memory that all recordings share, since only one is replayed at a time
+        self._able = model.x.is_cuda
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         recording = self._replayed(y, batch)
         if recording is None:
-            return self.compute(y, batch)
+            return self.compute(y, batch) if self._able else super().__call__(y, batch)
         # Copies, because the next replay overwrites them.
         return recording.loss[: len(y)].clone(), recording.g[: len(y)].clone()
 

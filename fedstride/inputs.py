@@ -16,12 +16,12 @@ from fedstride import participation as participations
 from fedstride import steps as step_rules
 from fedstride.algorithm import Algorithm
 from fedstride.clients import Clients
+from fedstride.descent import Augment, Local
 from fedstride.errors import FedstrideError
 from fedstride.losses import Loss, LossFunction, cross_entropy
 from fedstride.results import Target
 from fedstride.sampling import Sampler
 from fedstride.schedule import Deadline, Schedule
-from fedstride.train import Augment, Local
 from fedstride.vector import VectorModel
 from fedstride.world import Pace
 

@@ -34,7 +34,8 @@ def fold(keys: Tensor, values: Tensor | int) -> Tensor:
     """Make new keys from keys and integers, elementwise."""
     if isinstance(values, int):
         return mix(keys + _signed((values + 1) * GOLDEN))
-    return mix(keys + (values + 1) * _signed(GOLDEN))
+    # `| 0` keeps compilers from multiplying the counters of an `arange` in 32 bits.
+    return mix(keys + ((values | 0) + 1) * _signed(GOLDEN))
 
 
 def key(*parts: int | str) -> int:

@@ -9,6 +9,7 @@ Backends compute the same numbers to rounding:
   is traced: the same operations in the same order without the work of finding them, so model and loss must be functions
   of their arguments alone.
 * `graph` (fedstride/graph.py) is `vmap` on a CUDA device, recorded and replayed.
+* `compiled` (fedstride/compiled.py) makes a program of a whole local step; half a minute to make, then the fastest.
 
 `auto` is a stated rule, not a race, so that the same run takes the same backend everywhere: `graph` on a CUDA device;
 on a CPU `vmap` for models without convolutions up to 100,000 parameters in cohorts of more than one, `sequential`
@@ -32,8 +33,13 @@ from fedstride.errors import FedstrideError
 from fedstride.losses import LossFunction
 from fedstride.vector import KeyedDropout, VectorModel, rewind
 
-BACKENDS = ("sequential", "vmap", "graph")
+BACKENDS = ("sequential", "vmap", "graph", "compiled")
 TRIES, TRACES = 400, 100  # a shape is traced when it has come so often that it pays; so many shapes at most
+# About this much memory for the vectors of the clients that train together. On a CPU small enough that the allocator
+# hands the same memory out again, instead of asking the system for fresh pages every round.
+CHUNK_BYTES = 1 << 28
+CHUNK_SHARE = 4  # on a GPU a fourth of its memory
+VECTORS = 8  # [C, d] matrices alive at once in the hungriest client code
 VMAP_LIMIT = 100_000  # parameters; beyond, a client's own matrices fill the cores of a CPU
 
 
@@ -59,9 +65,14 @@ class Oracle:
         self.each, self.reduction = each if each and not model.mixes_examples else (None, "")
 
     def row_loss(
-        self, row: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor | None, step_key: Tensor | None
+        self,
+        row: Tensor | list[Tensor],
+        inputs: Tensor,
+        targets: Tensor,
+        weight: Tensor | None,
+        step_key: Tensor | None,
     ) -> Tensor:
-        """The loss of one client."""
+        """The loss of one client; its row may be cut into parameters already."""
         return self.reduce(self.model.outputs(row, inputs, step_key), targets, weight)
 
     def reduce(self, outputs: Tensor, targets: Tensor, weight: Tensor | None) -> Tensor:
@@ -81,6 +92,10 @@ class Oracle:
         y.addcmul_(g, lr, value=-1)
         return (loss,)
 
+    def descend(self, sampler: Any, jobs: Any, keys: Tensor, at: Any, direction: Any, local: Any) -> bool:
+        """All local steps of a block at once, where the backend can; False: one after the other by the caller."""
+        return False
+
     def row_curvature(self, row: Tensor, v: Tensor, *batch: Any) -> Tensor:
         """Hessian times vector, reverse over reverse, because every layer has a backward."""
         return grad(lambda at: (grad(self.row_loss)(at, *batch) * v).sum())(row)
@@ -93,7 +108,7 @@ class Oracle:
         """Hessian-vector products [C, d]."""
         return self.rowwise(self.row_curvature, y, v, *batch)
 
-    def rowwise(self, function: Callable, *arguments: Tensor | None):
+    def rowwise(self, function: Callable, *arguments: Tensor | list[Tensor] | None):
         """Apply a function of one client to every row of the arguments."""
         raise NotImplementedError
 
@@ -148,7 +163,7 @@ class Vmap(Oracle):
         traced.recompile()
         return traced.forward
 
-    def rowwise(self, function: Callable, *arguments: Tensor | None):
+    def rowwise(self, function: Callable, *arguments: Tensor | list[Tensor] | None):
         return vmap(function, in_dims=tuple(None if a is None else 0 for a in arguments))(*arguments)
 
     def blocks(self, rows: int) -> list[slice]:
@@ -211,7 +226,7 @@ class Sequential(Oracle):
             losses.append(value)
         return (torch.stack(losses),)
 
-    def rowwise(self, function: Callable, *arguments: Tensor | None):
+    def rowwise(self, function: Callable, *arguments: Tensor | list[Tensor] | None):
         rows = range(len(arguments[0]))  # type: ignore[arg-type]
         return torch.stack([function(*(None if a is None else a[i] for a in arguments)) for i in rows])
 
@@ -244,6 +259,14 @@ def choose(backend: str, model: VectorModel, device: torch.device, cohort: int) 
 
 def make(backend: str, model: VectorModel, loss: LossFunction, each: tuple[LossFunction, str] | None) -> Oracle:
     """Build a backend by name."""
+    from fedstride.compiled import Compiled
     from fedstride.graph import Graph
 
-    return {"sequential": Sequential, "vmap": Vmap, "graph": Graph}[backend](model, loss, each)
+    kinds = {"sequential": Sequential, "vmap": Vmap, "graph": Graph, "compiled": Compiled}
+    return kinds[backend](model, loss, each)
+
+
+def room(x: Tensor) -> int:
+    """How many clients with such a model train together at most."""
+    memory = torch.cuda.mem_get_info(x.device)[1] // CHUNK_SHARE if x.is_cuda else CHUNK_BYTES
+    return max(1, memory // (VECTORS * x.element_size() * len(x)))

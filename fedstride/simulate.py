@@ -19,6 +19,7 @@ from fedstride import steps as step_rules
 from fedstride.algorithm import Algorithm, make
 from fedstride.checkpoint import Folder
 from fedstride.clients import Clients
+from fedstride.descent import Augment, Local
 from fedstride.engine import Plan, Run, play, rates, single_job
 from fedstride.errors import FedstrideError
 from fedstride.evaluation import Evaluation, Metric
@@ -30,15 +31,12 @@ from fedstride.scale.pool import Pool, hired
 from fedstride.schedule import Schedule, Sync
 from fedstride.simulator import Simulator
 from fedstride.timeline import Timeline
-from fedstride.train import Augment, Local, Work
+from fedstride.together import Together
+from fedstride.train import Work
 from fedstride.vector import VectorModel
 from fedstride.world import Pace, World
 
-# About this much memory for the vectors of the clients that train together. On a CPU small enough that the allocator
-# hands the same memory out again, instead of asking the system for fresh pages every round.
-CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 34}
 SMALL = 1 << 18  # numbers in a cohort's models up to which one thread is quicker than two
-VECTORS = 8  # [C, d] matrices alive at once in the hungriest client code
 
 
 def simulate(
@@ -68,7 +66,7 @@ def simulate(
     stop: Target | None = None,
     seed: int = 0,
     device: str = "auto",
-    backend: str = "auto",
+    backend: str | Together = "auto",
     dtype: torch.dtype = torch.float32,
     chunk: int | None = None,
     timeline: bool = False,
@@ -95,7 +93,8 @@ def simulate(
     weights: None (the method's own), "data" or "uniform"; one policy for every upload.
     momentum, weight_decay, clip: options of the local optimiser, for methods that allow them.
     test, every, metrics: evaluate the global model every so many rounds; train_loss adds the loss over all clients.
-    chunk: clients trained together at most; None keeps their vectors under about 256 MiB (CPU), 16 GiB (GPU).
+    backend: "auto", the name of one (fedstride/oracle.py), or a fs.Together that several runs share.
+    chunk: clients trained together at most; None keeps their vectors under 256 MiB, or a fourth of a GPU's memory.
     timeline: record who trained when, from which version, and what the server did, in `result.timeline`.
     progress: True shows the round and its numbers; a function is called with every row.
     folder, resume: rows and checkpoints go here; an interrupted run goes on with resume=True.
@@ -112,6 +111,8 @@ def simulate(
     batch_size = None if batch_size is None else inputs.whole("batch_size", batch_size)
     chunk = None if chunk is None else inputs.whole("chunk", chunk)
     workers = workers if workers is None or isinstance(workers, Pool) else inputs.whole("workers", workers)
+    if workers is not None and isinstance(backend, Together):
+        raise FedstrideError("a run trains on workers or together with others, not both; leave workers or backend out")
     if resume and folder is None:
         raise FedstrideError("resume=True needs the folder of the run")
     local = inputs.local(method, momentum, weight_decay, clip)
@@ -158,11 +159,11 @@ def simulate(
     with hired(workers) as pool, _threads(oracle, len(clients)):
         settings, name = (oracle, sampler, local, seed, pace, schedule, job), oracle.name
         if pool is None:
-            transport = Simulator(method, *settings, chunk or rows_at_once(vector.x))
+            transport = Simulator(method, *settings, chunk or oracles.room(vector.x))
         else:
             from fedstride.scale.cluster import connect  # needs Ray
 
-            transport, name = connect(pool, plan, model, loss, device, backend, chunk, *settings)
+            transport, name = connect(pool, plan, model, loss, device, str(backend), chunk, *settings)
         if store is not None:
             store.load(run, transport)
             if run.status == "finished" or (run.status == "stopped" and not (stop and stop(run.rows[-1]))):
@@ -189,11 +190,6 @@ def simulate(
         x, batch = method.model(run.state), transport.trained / max(1, transport.batches)
         ending = (run.status, method.name, name, run.state, transport.memories.here(), batch, run.timeline)
     return Result(x, vector.loaded(x), run.rows, *ending)
-
-
-def rows_at_once(x: Tensor) -> int:
-    """How many clients train together, so that their vectors fit into the memory meant for them."""
-    return max(1, CHUNK_BYTES[x.device.type] // (VECTORS * x.element_size() * len(x)))
 
 
 @contextmanager
@@ -229,13 +225,15 @@ def smoothness(
     return work.smoothness(vector.x[None])[:, 0]
 
 
-def make_oracle(backend: str, vector: VectorModel, clients: Clients, loss: LossFunction) -> oracles.Oracle:
+def make_oracle(backend: str | Together, vector: VectorModel, clients: Clients, loss: LossFunction) -> oracles.Oracle:
     """Try model and loss on a few examples, then build the backend."""
     examples, targets = (part[:4] for part in clients.data(0))
     outputs = vector.probe(examples)
     inputs.check_labels(clients, loss, outputs)
     check_scalar(loss, outputs, targets)
     each = per_example(loss, outputs, targets, clients.targets)
+    if isinstance(backend, Together):
+        return backend.oracle(vector, loss, each)
     return build_oracle(backend, vector, len(clients), loss, each, examples, targets)
 
 

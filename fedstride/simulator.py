@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedstride.algorithm import Algorithm, Exchange
 from fedstride.courses import Course, Job
+from fedstride.descent import Local
 from fedstride.engine import Answers
 from fedstride.errors import FedstrideError
 from fedstride.keys import job_keys
@@ -17,7 +18,7 @@ from fedstride.oracle import Oracle
 from fedstride.replies import traffic
 from fedstride.sampling import Jobs, Sampler
 from fedstride.schedule import Deadline, Schedule
-from fedstride.train import Local, Work
+from fedstride.train import Work
 from fedstride.world import Pace
 
 

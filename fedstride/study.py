@@ -27,6 +27,7 @@ from fedstride.results import Result
 from fedstride.scale.pool import Pool, hired
 from fedstride.simulate import simulate
 from fedstride.statistics import Run
+from fedstride.together import RUNS, Together, able
 
 RESERVED = ("study.toml", "report.html", "figures", "table.csv", "table.parquet", "tensorboard")
 
@@ -166,42 +167,54 @@ class Study:
                 plan.experiment.prepare()
             seen.add(key)
         _write(root / "study.toml", whole_study)
+        missing = [plan for plan, state in zip(self.plans, states) if state != "complete"]
+        together = Together() if workers is None and able(plan.experiment for plan in missing) else None
         found: dict[Path, Run] = {}
 
         def over(plan: Planned) -> None:
             found[plan.folder] = runs.read(plan.label, plan.experiment.seed, root / plan.folder).run
             done(plan, found[plan.folder])
 
+        def complete(plans: Iterator[Planned], pool: Pool | None) -> None:
+            for plan in plans:
+                if plan.folder in found:
+                    continue
+                if plan in missing:
+                    _play(plan.experiment, root / plan.folder, partial(watch, plan), together, pool)
+                over(plan)
+
         def call(plan: Planned) -> tuple:
             return _play, plan.experiment, (root / plan.folder).absolute()
 
-        left = [plan for plan, state in zip(self.plans, states) if state != "complete"]
-        with hired(workers if left else None) as pool:
-            if pool is not None and len(left) >= len(pool):
+        with hired(workers if missing else None) as pool:
+            plans = iter(self.plans)
+            if together:
+                together.play([partial(complete, plans, None)] * RUNS)
+            elif pool is not None:
                 from fedstride.scale.side import side_by_side  # needs Ray
 
-                whole_runs = left[: len(left) - len(left) % len(pool)]
+                whole_runs = missing[: len(missing) - len(missing) % len(pool)]
                 for plan, _ in side_by_side(pool, root.absolute(), whole_runs, call, watch):
                     over(plan)
-            for plan in self.plans:
-                if plan.folder in found:
-                    continue
-                if plan in left:
-                    _play(plan.experiment, root / plan.folder, partial(watch, plan), pool)
-                over(plan)
+            complete(plans, pool)
         labels = dict.fromkeys(plan.label for plan in self.plans)
         return {label: [found[plan.folder] for plan in self.plans if plan.label == label] for label in labels}
 
 
 def _play(
-    experiment: Experiment, path: Path, progress: Callable[[dict[str, Any]], None], workers: Pool | None = None
+    experiment: Experiment,
+    path: Path,
+    progress: Callable[[dict[str, Any]], None],
+    together: Together | None = None,
+    workers: Pool | None = None,
 ) -> None:
     """One run, into its folder."""
     _write(path / "experiment.toml", experiment.dump())
     ready = experiment.prepare()
+    settings = ready.settings | ({"backend": together} if together else {})
     result = simulate(
         ready.method, ready.model, ready.clients, folder=path, resume=True, progress=progress, workers=workers,
-        **ready.settings,
+        **settings,
     )  # fmt: skip
     _write(path / "clients.json", facts(result, ready))
 

@@ -5,13 +5,13 @@ prefix shrinks as they finish: nobody waits and no gradient is wasted.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedstride.descent import AUGMENT, Local, Moving, active, cut, move
 from fedstride.keys import fold
 from fedstride.oracle import Batch, Oracle
 from fedstride.sampling import Indices, Jobs, Sampler
@@ -20,41 +20,6 @@ ELEMENTS = 1 << 24  # numbers of input data one oracle call may hold: 64 MiB in 
 ROW = 1 << 17  # the same for one client, where the cut must not depend on how many clients there are
 GATHER = 1 << 18  # numbers of input data gathered ahead for later steps: more would fall out of the cache
 FULL_PASS = 1 << 40  # key offset of full-gradient passes, far from any mini-batch step
-AUGMENT = 1 << 41  # key offset of the augmentation of mini-batches
-
-Augment = Callable[[Tensor, Tensor], Tensor]  # (inputs [C, B, ...], keys [C]) -> inputs
-
-
-@dataclass(frozen=True)
-class Local:
-    """Options of the local optimiser: a change of every client's steps that a method need not know of."""
-
-    momentum: float = 0.0  # v <- momentum v + direction; y <- y - lr v; starts at zero in every job
-    weight_decay: float = 0.0  # adds weight_decay * y to every gradient
-    clip: float | None = None  # scales the gradients of local steps down to this norm
-    augment: Augment | None = field(default=None, repr=False, compare=False)  # changes the inputs of mini-batches
-
-
-def _slice(tree: Any, rows: slice, whole: int) -> Any:
-    """Cut per-client tensors; what all clients share ([1, ...]) stays."""
-    if isinstance(tree, tuple):
-        parts = [_slice(part, rows, whole) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    return tree[rows] if isinstance(tree, Tensor) and tree.dim() and len(tree) == whole else tree
-
-
-def _active(steps: np.ndarray) -> list[int]:
-    """For every step, how many clients (sorted, longest first) are still at work."""
-    return np.searchsorted(-steps, -np.arange(int(steps[0])), side="left").tolist()
-
-
-def _store(old: Any, new: Any) -> None:
-    """Write a new carry over the slice it came from, unless it was updated in place."""
-    if isinstance(old, tuple):
-        for a, b in zip(old, new):
-            _store(a, b)
-    elif old is not new:
-        old.copy_(new)
 
 
 class Work:
@@ -115,51 +80,39 @@ class Work:
 
         def train(block: slice) -> None:
             jobs, keys = self.jobs.take(block), self._keys[block]
-            full, slab = self._sampler.full, self._slab(len(keys))
-            pieces: list[Indices | Batch] = self._pieces(jobs) if full else []
-            own = (
-                y[block],
-                rate[block],
-                losses[block],
-                velocity[block],
-                _slice(rows, block, count),
-                _slice(carry, block, count),
-            )
-            plain = direction is None and not full and self._local == Local()
-            own[0].copy_(_slice(x, block, count))
-            active = 0
-            for k, wanted in enumerate(_active(jobs.steps)):
-                if wanted != active:  # somebody finished: the prefix shrinks
-                    active = wanted
-                    at, lr_at, loss_at, v, parts, old = _slice(own, slice(0, active), len(keys))
-                if not full and k % slab == 0:
-                    batches = self._batches(jobs, keys, k, min(int(jobs.steps[0]), k + slab))
-                if plain and isinstance(batches[k % slab], Batch):
-                    (loss,) = self._apply(self._oracle.step, (at, lr_at), batches[k % slab], keys, k)
-                    loss_at += loss
-                    continue
-                if full:
-                    loss, g = self._total(self._oracle, (at,), pieces, keys, FULL_PASS + k)
-                else:
-                    loss, g = self._apply(self._oracle, (at,), batches[k % slab], keys, k)
-                loss_at += loss
-                if self._local.clip is not None:
-                    g = g * (self._local.clip / g.norm(dim=1, keepdim=True)).clamp(max=1)
-                if self._local.weight_decay:
-                    g = torch.add(g, at, alpha=self._local.weight_decay)
-                if carry is not None:
-                    step, new = direction(g, at, old, *parts)  # type: ignore[misc]
-                    _store(old, new)
-                else:
-                    step = g if direction is None else direction(g, at, *parts)
-                if self._local.momentum:
-                    step = v.mul_(self._local.momentum).add_(step)
-                at.addcmul_(step, lr_at, value=-1)
+            given = cut((rows, () if carry is None else carry), block, count)
+            own = Moving(y[block], rate[block], losses[block], velocity[block], *given)
+            own.y.copy_(cut(x, block, count))
+            if not self._oracle.descend(self._sampler, jobs, keys, own, direction, self._local):
+                self._descend(jobs, keys, own, direction)
 
         self._oracle.map(train, self._oracle.blocks(count))
         self.evaluations += self.jobs.steps
         self.train_loss = losses / self.steps[:, 0].clamp(min=1)
         return y if carry is None else (y, carry)
+
+    def _descend(self, jobs: Jobs, keys: Tensor, own: Moving, direction: Callable[..., Any] | None) -> None:
+        """The local steps of a block, one after the other."""
+        full, slab = self._sampler.full, self._slab(len(keys))
+        pieces: list[Indices | Batch] = self._pieces(jobs) if full else []
+        plain = direction is None and not full and self._local == Local()
+        count = 0
+        for k, wanted in enumerate(active(jobs.steps)):
+            if wanted != count:  # somebody finished: the prefix shrinks
+                count = wanted
+                at = cut(own, slice(0, count), len(keys))
+            if not full and k % slab == 0:
+                batches = self._batches(jobs, keys, k, min(int(jobs.steps[0]), k + slab))
+            if plain and isinstance(batches[k % slab], Batch):
+                (loss,) = self._apply(self._oracle.step, (at.y, at.lr), batches[k % slab], keys, k)
+                at.losses.add_(loss)
+                continue
+            if full:
+                loss, g = self._total(self._oracle, (at.y,), pieces, keys, FULL_PASS + k)
+            else:
+                loss, g = self._apply(self._oracle, (at.y,), batches[k % slab], keys, k)
+            at.losses.add_(loss)
+            move(direction, self._local, at, g)
 
     def gradient(self, x: Tensor, full: bool = True) -> Tensor:
         """Gradients [C, d] at x: over all local data, or over one mini-batch of the run's batch size."""

@@ -106,9 +106,9 @@ class VectorModel:
         """A key for every dropout layer from the key of one step."""
         return ((name, fold(step_key, index)) for index, name in enumerate(self.dropouts))
 
-    def outputs(self, vector: Tensor, inputs: Tensor, step_key: Tensor | None = None) -> Tensor:
-        """The module's outputs with its trainable parameters taken from the vector."""
-        tensors = dict(zip(self.names, self.views(vector)))
+    def outputs(self, vector: Tensor | list[Tensor], inputs: Tensor, step_key: Tensor | None = None) -> Tensor:
+        """The module's outputs with its trainable parameters taken from the vector, which may be cut already."""
+        tensors = dict(zip(self.names, self.views(vector) if isinstance(vector, Tensor) else vector))
         if self.dropouts:
             rewind(self.module)
         if step_key is not None:

@@ -18,9 +18,10 @@ from torch import nn
 import fedstride as fs
 from fedstride import oracle as oracles
 from fedstride.data import files
+from fedstride.descent import Local
 from fedstride.keys import job_keys
 from fedstride.sampling import Jobs, Sampler
-from fedstride.train import Local, Work
+from fedstride.train import Work
 from fedstride.vector import VectorModel
 
 REAL = os.environ.get("FEDSTRIDE_DATA")

@@ -34,7 +34,7 @@ def show(what: str | None) -> None:
 
 
 def run(
-    what: str, scale: str, seeds: int | None, out: Path, jobs: int, yes: bool, err: Console, workers: Pool | None
+    what: str, scale: str, seeds: int | None, out: Path, jobs: int | None, yes: bool, err: Console, workers: Pool | None
 ) -> None:
     """Run what is missing and print the tables."""
     chosen = [(paper, name, items.item(paper, name, scale)) for paper, name in items.select(what)]

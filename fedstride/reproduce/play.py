@@ -19,6 +19,7 @@ from fedstride.reproduce.items import Cell, Item
 from fedstride.reproduce.store import Found, points
 from fedstride.scale.pool import Pool, hired
 from fedstride.statistics import Run
+from fedstride.together import RUNS, Together, able
 
 Watch = Callable[[str, Experiment, dict[str, Any]], None]
 
@@ -50,17 +51,24 @@ class Ended(NamedTuple):
 
 
 def play(
-    item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda *row: None, jobs: int = 1,
-    workers: int | Pool | None = None,
+    item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda *row: None, jobs: int | None = None,
+    workers: Pool | None = None,
 ) -> Found:  # fmt: skip
-    """Tune on the first seed where there is a grid, then run every seed; stored runs stay, half-done ones go on."""
+    """Tune on the first seed where there is a grid, then run every seed; stored runs stay, half-done ones go on.
+
+    jobs: runs side by side, in one batch on a GPU, in processes elsewhere; None: as many as is good.
+    workers: instead, whole runs on these, as long as there is one for each of them.
+    """
     found = Found(item, path)
-    if workers is not None and any(True for _ in missing(found, seeds)):
-        with hired(workers) as pool:
-            assert pool is not None
-            _spread(found, folder.absolute(), seeds, watch, pool)
+    if workers is not None:
+        with hired(workers if any(missing(found, seeds)) else None) as pool:
+            if pool is not None:
+                _spread(found, folder.absolute(), seeds, watch, pool)
         return found
-    if jobs > 1:
+    if jobs != 1 and able(task.experiment for task in missing(found, seeds)):
+        _together(found, folder, seeds, watch, jobs or RUNS)
+        return found
+    if jobs and jobs > 1:
         _side_by_side(found, folder, seeds, watch, jobs)
         return found
     for task in missing(found, seeds):
@@ -77,6 +85,21 @@ def missing(found: Found, seeds: int) -> Iterator[Task]:
                     experiment = found.planned(cell, point, seed)
                     if experiment is not None:
                         yield Task(cell, point, experiment)
+
+
+def _together(found: Found, folder: Path, seeds: int, watch: Watch, jobs: int) -> None:
+    """Runs as rows of one batch."""
+    together, busy = Together(), set()
+
+    def work() -> None:
+        while task := next((task for task in missing(found, seeds) if task.place not in busy), None):
+            busy.add(task.place)
+            _add(
+                found, task, _run(task.experiment, folder, partial(watch, str(task), task.experiment), together), folder
+            )
+
+    while any(missing(found, seeds)):  # some can be planned only when others are over
+        together.play([work] * jobs)
 
 
 def _side_by_side(found: Found, folder: Path, seeds: int, watch: Watch, jobs: int) -> None:
@@ -117,12 +140,16 @@ def _spread(found: Found, folder: Path, seeds: int, watch: Watch, pool: Pool) ->
         for task, ended in side_by_side(pool, folder, tasks[:count], call, seen):
             _add(found, task, ended, folder)
         for task in tasks[count:]:
-            _add(found, task, _run(task.experiment, folder, partial(watch, str(task), task.experiment), pool), folder)
+            own = partial(watch, str(task), task.experiment)
+            _add(found, task, _run(task.experiment, folder, own, workers=pool), folder)
 
 
-def _run(experiment: Experiment, folder: Path, progress: Any = False, workers: Pool | None = None) -> Ended:
+def _run(
+    experiment: Experiment, folder: Path, progress: Any = False, together: Together | None = None,
+    workers: Pool | None = None,
+) -> Ended:  # fmt: skip
     start = time.perf_counter()
-    result = experiment.run(folder / _folder(experiment), True, progress, workers)
+    result = experiment.run(folder / _folder(experiment), True, progress, together, workers)
     return Ended(result.rows, result.status, result.backend, time.perf_counter() - start)
 
 

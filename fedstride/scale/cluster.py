@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstride.algorithm import Exchange
+from fedstride.descent import Local
 from fedstride.engine import Answers, Plan
 from fedstride.losses import LossFunction
 from fedstride.oracle import Oracle
@@ -25,7 +26,6 @@ from fedstride.scale.shelf import Place, Shelf, Stored, fetch, request, store
 from fedstride.scale.team import Team
 from fedstride.scale.worker import Brief, Part, Request, as_tensor, exchange_place, packed
 from fedstride.simulator import Content, Simulator, Trained
-from fedstride.train import Local
 
 
 class Remote(NamedTuple):

@@ -42,6 +42,7 @@ class Pool:
         self.handles: list[Any] = []
         self.machines: list[str] = []  # every worker's
         self.neighbours: list[int] = []  # workers on the same machine, itself among them
+        self.sharing: list[int] = []  # workers with the same GPU, or with the same machine where there is none
 
     def open(self) -> "Pool":
         """Start the workers, and Ray if need be."""
@@ -70,7 +71,7 @@ class Pool:
                     self._ray.init(address=address, **common)
                 except (OSError, RuntimeError, ValueError) as error:
                     raise FedstrideError(
-                        f"cannot join a Ray cluster at {address!r}: {str(error).splitlines()[0]}; give auto or "
+                        f"cannot join a Ray cluster at {address!r}: {str(error).split('. ')[0]}; give auto or "
                         "HOST:PORT, on a machine that `ray start` has made part of it"
                     ) from None
                 return
@@ -118,6 +119,7 @@ class Pool:
         self.machines = [machine for machine, _, _ in places]
         on = Counter(self.machines)
         self.neighbours = [on[machine] for machine in self.machines]
+        self.sharing = [round(1 / share)] * count if share else self.neighbours
 
     def __len__(self) -> int:
         return len(self.handles)

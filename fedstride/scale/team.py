@@ -57,7 +57,8 @@ class Team:
         self.backend, self.chunk = self._told[0][0], sum(chunk for _, chunk in self._told.values())
 
     def _load(self, worker: int) -> Any:
-        return self._pool.handles[worker].load.remote(self._brief, self._pool.neighbours[worker])
+        pool = self._pool
+        return pool.handles[worker].load.remote(self._brief, pool.neighbours[worker], pool.sharing[worker])
 
     @property
     def present(self) -> list[int]:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fedstride.algorithm import Algorithm, Exchange
 from fedstride.clients import Clients
+from fedstride.descent import Local
 from fedstride.losses import LossFunction
 from fedstride.memory import as_rows
-from fedstride.oracle import Oracle
+from fedstride.oracle import Oracle, room
 from fedstride.replies import Reduced, Replies, finite, joined, traffic
 from fedstride.sampling import Jobs, Replay, Sampler
 from fedstride.simulator import stacked, train
-from fedstride.train import Local
 from fedstride.vector import VectorModel
 
 NEWS = 0.2  # seconds between messages about a whole run
@@ -110,20 +110,30 @@ def unpacked(message: Any, device: torch.device) -> Any:
 
 
 class Held(Clients):
-    """The examples of the clients that were asked for so far, on a device that cannot hold everybody's."""
+    """The examples of the clients that were asked for, on a device that may not hold everybody's.
 
-    def __init__(self, host: Clients, device: torch.device):
-        self._host, self._device = host, device
+    They stay as long as all of them are at most `limit` bytes; then it begins anew with those who are needed.
+    """
+
+    def __init__(self, host: Clients, device: torch.device, limit: float):
+        self._host, self._device, self._limit = host, device, limit
+        self._example = sum(part[0].numel() * part.element_size() for part in (host.inputs, host.targets))
         self.sizes, self.offsets = host.sizes, np.zeros(len(host.sizes) + 1, dtype=np.int64)
-        self._here = np.zeros(len(host.sizes), dtype=bool)
-        self.inputs, self.targets = (part[:0].to(device) for part in (host.inputs, host.targets))
-        self.order = torch.arange(0, device=device)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._here = np.zeros(len(self.sizes), dtype=bool)
+        self.inputs, self.targets = (part[:0].to(self._device) for part in (self._host.inputs, self._host.targets))
+        self.order = torch.arange(0, device=self._device)
 
     def fetch(self, clients: np.ndarray) -> bool:
         """Bring in who is missing; returns whether there was anybody."""
         missing = np.unique(clients[~self._here[clients]])
         if not len(missing):
             return False
+        if (len(self.order) + self.sizes[missing].sum()) * self._example > self._limit:
+            self._forget()
+            missing = np.unique(clients)
         rows = torch.cat([self._host.order[self._host.offsets[i] : self._host.offsets[i + 1]] for i in missing])
         self.offsets[missing] = len(self.order) + np.cumsum(self.sizes[missing]) - self.sizes[missing]
         self.inputs = torch.cat([self.inputs, self._host.inputs[rows].to(self._device)])
@@ -157,12 +167,12 @@ class Worker:
         self._neighbours = neighbours
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
 
-    def load(self, brief: Brief, neighbours: int) -> tuple[str, int]:
-        """Make ready for a run; returns the backend and how many clients it trains together."""
+    def load(self, brief: Brief, neighbours: int, sharing: int) -> tuple[str, int]:
+        """Make ready for a run on a device that so many workers share; returns backend and clients trained together."""
         import ray
 
         from fedstride.inputs import device as find
-        from fedstride.simulate import build_oracle, rows_at_once
+        from fedstride.simulate import build_oracle
 
         if self._brief is not None and self._brief.name == brief.name:
             return self._oracle.name, self._chunk
@@ -173,11 +183,12 @@ class Worker:
         host = Clients(inputs, targets, order, brief.sizes)
         vector = VectorModel(brief.model, brief.dtype, device)
         vector.mixes_examples = brief.mixes_examples
-        self._clients = host if device.type == "cpu" else Held(host, device)
+        self._clients = host
+        if device.type == "cuda":
+            self._clients = Held(host, device, torch.cuda.get_device_properties(device).total_memory / 4 / sharing)
         examples = tuple(part[:4].to(device) for part in host.data(0))
         self._oracle = build_oracle(brief.backend, vector, len(host), brief.loss, brief.each, *examples)
-        sharing = neighbours if device.type == "cpu" else 1
-        self._chunk = brief.chunk or max(1, rows_at_once(vector.x) // sharing)
+        self._chunk = brief.chunk or max(1, room(vector.x) // sharing)
         self._memory = as_rows(brief.method.init_client(vector.x))
         self._weights = torch.as_tensor(brief.weights, device=device)
         self._sampler = Sampler(self._clients, brief.batch_size, brief.sampling)

@@ -1,0 +1,166 @@
+"""The CUDA programs of fedstride/convolution.py, in Triton, which torch brings along with CUDA.
+
+Numbers are rounded to TF32 before they are multiplied where torch's own convolutions do so (its default); with
+`torch.backends.cudnn.allow_tf32 = False` a product is made of three such ones, which keeps float32's accuracy.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 512  # into as many pieces long sums are cut, to keep all multiprocessors busy with few clients
+
+
+@triton.jit
+def _product(
+    x, w, out, w_client, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, KH: tl.constexpr,
+    KW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, TOP: tl.constexpr,
+    LEFT: tl.constexpr, BY_TAP: tl.constexpr, PRECISION: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """out[o, n] = sum over k of patch[n, k] w[o, k] with n = (b, oh, ow), for one client.
+
+    BY_TAP: k = (kh, kw, i), and so lie x as [B, H, W, I] and w as [O, KH, KW, I]: neighbours in memory are summed over,
+    as tensor cores want it, and a pass of the loop has a single tap. Else, for few channels, k = (i, kh, kw).
+    """
+    client = tl.program_id(2).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    o = tl.program_id(1) * BO + tl.arange(0, BO)
+    b, r = n // (OH * OW), n % (OH * OW)
+    row, column = (r // OW) * STRIDE - TOP, (r % OW) * STRIDE - LEFT
+    x += client * (N // (OH * OW) * I * H * W)
+    w += client * w_client
+    total = tl.zeros((BN, BO), dtype=tl.float32)
+    if BY_TAP:
+        x += (b * (I * H * W) + (row * W + column) * I)[:, None]
+        for tap in range(0, KH * KW):
+            kh, kw = tap // KW, tap % KW
+            inside = (row + kh >= 0) & (row + kh < H) & (column + kw >= 0) & (column + kw < W) & (n < N)
+            for start in range(0, I, BK):
+                i = start + tl.arange(0, BK)
+                left = tl.load(x + ((kh * W + kw) * I + i)[None, :], mask=inside[:, None], other=0.0)
+                right = tl.load(
+                    w + o[None, :] * (I * KH * KW) + (tap * I + i)[:, None], mask=(o < O)[None, :], other=0.0
+                )
+                total = tl.dot(left, right, total, input_precision=PRECISION)
+    else:
+        x += (b * (I * H * W) + row * W + column)[:, None]
+        for start in range(0, I * KH * KW, BK):
+            k = start + tl.arange(0, BK)
+            i, tap = k // (KH * KW), k % (KH * KW)
+            kh, kw, there = tap // KW, tap % KW, k < I * KH * KW
+            h, v = row[:, None] + kh[None, :], column[:, None] + kw[None, :]
+            inside = (h >= 0) & (h < H) & (v >= 0) & (v < W) & (n < N)[:, None] & there[None, :]
+            left = tl.load(x + (i * (H * W) + kh * W + kw)[None, :], mask=inside, other=0.0)
+            weights = w + o[None, :] * (I * KH * KW) + k[:, None]
+            right = tl.load(weights, mask=(o < O)[None, :] & there[:, None], other=0.0)
+            total = tl.dot(left, right, total, input_precision=PRECISION)
+    out += client * (N * O) + (b * (O * OH * OW) + r)[:, None] + o[None, :] * (OH * OW)
+    tl.store(out, total, mask=(o < O)[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def _sums(
+    x, g, out, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    OH: tl.constexpr, OW: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, TOP: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out[o, k] = sum over n of g[o, n] patch[k, n], for one client and one part of the n."""
+    client = tl.program_id(2).to(tl.int64)
+    tiles = tl.cdiv(I * KH * KW, BN)
+    k = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
+    o = tl.program_id(0) // tiles * BO + tl.arange(0, BO)
+    i, tap = k // (KH * KW), k % (KH * KW)
+    x += client * (N // (OH * OW) * I * H * W)
+    g += client * (N * O)
+    first = tl.program_id(1) * PART
+    total = tl.zeros((BO, BN), dtype=tl.float32)
+    for start in range(0, PART, BK):
+        n = first + start + tl.arange(0, BK)
+        b, r = n // (OH * OW), n % (OH * OW)
+        left = tl.load(
+            g + (b * (O * OH * OW) + r)[None, :] + o[:, None] * (OH * OW),
+            mask=(o < O)[:, None] & (n < N)[None, :], other=0.0,
+        )  # fmt: skip
+        h = (r // OW * STRIDE - TOP)[None, :] + (tap // KW)[:, None]
+        v = (r % OW * STRIDE - TOP)[None, :] + (tap % KW)[:, None]
+        inside = (h >= 0) & (h < H) & (v >= 0) & (v < W) & (n < N)[None, :] & (k < I * KH * KW)[:, None]
+        right = tl.load(x + (b * (I * H * W))[None, :] + (i * (H * W))[:, None] + h * W + v, mask=inside, other=0.0)
+        total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
+    clients = tl.num_programs(2)
+    out += (tl.program_id(1) * clients + client) * (O * I * KH * KW) + o[:, None] * (I * KH * KW) + k[None, :]
+    tl.store(out, total, mask=(o < O)[:, None] & (k < I * KH * KW)[None, :])
+
+
+@triton.jit
+def _arrange(
+    w, out, w_client, P: tl.constexpr, Q: tl.constexpr, T: tl.constexpr, STEP_P: tl.constexpr, STEP_Q: tl.constexpr,
+    TURNED: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """out[p, t, q] = w[p, q, t], read in w's own order; TURNED: the taps t in reverse, that is by half a turn."""
+    client, p = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    q, t = tl.program_id(0) * BQ + tl.arange(0, BQ)[:, None], tl.arange(0, BT)[None, :]
+    there = (q < Q) & (t < T)
+    values = tl.load(w + client * w_client + p * STEP_P + q * STEP_Q + t, mask=there)
+    tap = T - 1 - t if TURNED else t
+    tl.store(out + client * (P * Q * T) + (p * T + tap) * Q + q, values, mask=there)
+
+
+def _precision() -> str:
+    return "tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3"
+
+
+def _block(size: int, most: int) -> int:
+    return max(16, min(most, triton.next_power_of_2(size)))
+
+
+def product(x: Tensor, w: Tensor, stride: int, top: int, left: int, turned: bool = False) -> Tensor:
+    """Convolutions [C, B, O, H', W'] of [C, B, I, H, W] with [C, O, I, KH, KW], or with [C, I, O, KH, KW] turned."""
+    C, B, I, H, W = x.shape
+    O, (KH, KW) = w.shape[2 if turned else 1], w.shape[3:]
+    OH, OW = (H + 2 * top - KH) // stride + 1, (W + 2 * left - KW) // stride + 1
+    out = x.new_empty(C, B, O, OH, OW)
+    N, BO, by_tap = B * OH * OW, _block(O, 64), I % 32 == 0
+    if by_tap:
+        x, w = x.permute(0, 1, 3, 4, 2), arranged(w, turned)
+    elif turned:
+        w = w.flip(3, 4).transpose(1, 2)
+    BN, BK, warps = (_block(N, 128), 64 if I % 64 == 0 else 32, 8 if I % 64 == 0 else 4) if by_tap else (64, 32, 4)
+    x, w = x.contiguous(), w if w[0].is_contiguous() else w.contiguous()
+    _product[(triton.cdiv(N, BN), triton.cdiv(O, BO), C)](
+        x, w, out, w.stride(0), I, H, W, O, KH, KW, OH, OW, N, stride, top, left, by_tap, _precision(), BO, BN, BK,
+        num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def arranged(w: Tensor, turned: bool) -> Tensor:
+    """Kernels [C, O, I, KH, KW] as [C, O, KH, KW, I]; turned, for the gradient of the input, as [C, I, KH, KW, O]."""
+    w = w if w[0].is_contiguous() else w.contiguous()
+    C, O, I, KH, KW = w.shape
+    P, Q, T, steps = O, I, KH * KW, (I * KH * KW, KH * KW)
+    if turned:
+        P, Q, steps = I, O, (steps[1], steps[0])
+    out, BQ = w.new_empty(C, P, KH, KW, Q), _block(Q, 64)
+    _arrange[(triton.cdiv(Q, BQ), P, C)](
+        w, out, w.stride(0), P, Q, T, *steps, turned, BQ, triton.next_power_of_2(T)
+    )  # fmt: skip
+    return out
+
+
+def sums(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: int) -> Tensor:
+    """Gradients [C, O, I, KH, KW] of kernels, from x [C, B, I, H, W] and the outputs' gradients [C, B, O, H', W']."""
+    x, g = x.contiguous(), g.contiguous()
+    (C, B, I, H, W), (O, OH, OW) = x.shape, g.shape[2:]
+    N, K, BO = B * OH * OW, I * height * width, _block(O, 64)
+    BN, BK = _block(K, 64), 32
+    tiles = triton.cdiv(O, BO) * triton.cdiv(K, BN)
+    parts = max(1, min(PROGRAMS // (C * tiles), N // (4 * BK)))
+    part = triton.cdiv(triton.cdiv(N, parts), BK) * BK
+    parts = triton.cdiv(N, part)
+    out = x.new_empty(parts, C, O, I, height, width)
+    _sums[(tiles, parts, C)](
+        x, g, out, I, H, W, O, height, width, OH, OW, N, stride, padding, part, _precision(), BO, BN, BK
+    )  # fmt: skip
+    return out[0] if parts == 1 else out.sum(0)

@@ -1,0 +1,152 @@
+"""The compiled backend and its convolutions: whole local steps as programs, equal to `vmap`."""
+
+import pytest
+import torch
+from problems import digits
+from torch import nn
+from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.nn import functional
+
+import fedstride as fs
+from fedstride.compiled import identity, pointwise
+from fedstride.convolution import by_rows
+from fedstride.descent import Local, Moving
+from fedstride.vector import VectorModel
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: torch sees no CUDA device")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 5, 3, stride=2, bias=False),
+        nn.Flatten(), nn.Dropout(0.3), nn.Linear(5, 10),
+    )  # fmt: skip
+
+
+def run(method, backend, **options):
+    clients, _ = digits()
+    count = len(clients)
+    given = dict(rounds=3, lr=0.1, steps=[1 + 3 * i % 7 for i in range(count)], batch_size=4, dtype=torch.float64)
+    return fs.simulate(method, network(), clients, backend=backend, **given | options)
+
+
+@pytest.mark.parametrize("method", ["fedagrac", pytest.param("fedveca", marks=pytest.mark.slow)])
+def test_compiled_steps_equal_vmap(method, recwarn):
+    options = dict(augment=fs.data.crop_flip(1), weight_decay=0.01)
+    with_vmap, compiled = (run(method, backend, **options) for backend in ("vmap", "compiled"))
+    assert compiled.backend == "compiled"
+    assert not [warning for warning in recwarn if "compiled" in str(warning.message)]
+    torch.testing.assert_close(compiled.x, with_vmap.x, rtol=1e-10, atol=1e-12)
+    assert compiled.rows[-1]["local_loss"] == pytest.approx(with_vmap.rows[-1]["local_loss"], rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", fs.algorithms.names())
+def test_every_method_compiled(method):
+    if method == "centralised":
+        pytest.skip("one client alone is one row")
+    results = [run(method, backend, rounds=4) for backend in ("vmap", "compiled")]
+    torch.testing.assert_close(results[1].x, results[0].x, rtol=1e-9, atol=1e-11)
+
+
+def test_whole_data_sets_go_step_by_step():
+    results = [run("scaffold", backend, batch_size=None) for backend in ("vmap", "compiled")]
+    torch.testing.assert_close(results[1].x, results[0].x, rtol=1e-12, atol=1e-14)
+
+
+def test_directions_are_told_apart_by_code_and_constants():
+    def make(mu):
+        return lambda g, y, x: g + mu * (y - x)
+
+    assert identity(make(0.1)) == identity(make(0.1)) != identity(make(0.2))
+    assert identity(None) == ()
+    assert identity(make(torch.ones(1))) is None  # a tensor may change, and a program would not see it
+    assert identity(make([0.1])) is None
+    assert identity(lambda g, y, x: g) != identity(lambda g, y, x: g + x)
+
+
+def test_pointwise_directions_are_recognised():
+    y, column = torch.ones(3, 5), torch.ones(3, 1)
+    at = Moving(y, column, torch.ones(3), torch.ones(3), (y,))
+    assert pointwise(None, Local(momentum=0.9), at)
+    assert not pointwise(None, Local(clip=1.0), at)
+    assert pointwise(lambda g, y, x: g + 0.1 * (y - x), Local(), at)
+    assert not pointwise(lambda g, y, x: g / g.norm(dim=1, keepdim=True), Local(), at)
+    assert not pointwise(lambda g, y, x: g + (y * x).sum(1, keepdim=True), Local(), at)
+    carried = at._replace(carry=(column, y))
+    assert pointwise(lambda g, y, carry, x: (g + x, (carry[0] + 1, carry[1].add_(g))), Local(), carried)
+    assert not pointwise(lambda g, y, carry, x: (g, (carry[0] + g.amax(1, keepdim=True), carry[1])), Local(), carried)
+
+
+def losses(module):
+    def loss(parameters, inputs, targets):
+        return functional.cross_entropy(functional_call(module, parameters, (inputs,)), targets)
+
+    return loss
+
+
+def test_convolutions_by_rows_have_the_derivatives_of_ordinary_ones():
+    torch.manual_seed(0)
+    net = nn.Sequential(network()[:5], nn.Linear(5, 10))
+    model = VectorModel(net, torch.float64)
+    own = by_rows(model).module
+    assert [type(layer).__name__ for layer in own.modules()].count("Convolution") == 2
+    rows = {
+        name: value + 0.1 * torch.randn(4, *value.shape).double() for name, value in model.module.named_parameters()
+    }
+    batch = (torch.randn(4, 3, 1, 8, 8).double(), torch.randint(10, (4, 3)))
+
+    def curvature(loss):
+        def slope(parameters, *batch):
+            return sum((g * parameters[name].sin()).sum() for name, g in grad(loss)(parameters, *batch).items())
+
+        return grad(slope)
+
+    for derivative in (lambda loss: grad_and_value(loss), curvature):
+        ordinary, ours = (vmap(derivative(losses(module)))(rows, *batch) for module in (model.module, own))
+        torch.testing.assert_close(ours, ordinary, rtol=1e-10, atol=1e-12)
+
+
+SHAPES = [  # B, I, H, O, K, stride, padding: few channels, many, odd numbers, strides
+    (3, 1, 28, 32, 5, 1, 0), (10, 32, 12, 64, 5, 1, 0), (4, 3, 32, 64, 11, 4, 5), (25, 192, 2, 384, 3, 1, 1),
+    (2, 10, 9, 20, 3, 1, 1), (3, 96, 7, 33, 3, 2, 1), (5, 64, 4, 17, 1, 1, 0),
+]  # fmt: skip
+
+
+@NO_GPU
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("clients", [1, 7])
+def test_kernels_equal_float64(shape, clients, exact, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not exact)
+    torch.manual_seed(0)
+    batch, before, size, after, kernel, stride, padding = shape
+    layer = nn.Conv2d(before, after, kernel, stride, padding)
+    own = by_rows(VectorModel(layer, torch.float32, "cuda")).module
+    weight = torch.randn(clients, after, before, kernel, kernel, device="cuda") / before**0.5
+    bias, inputs = torch.randn(clients, after, device="cuda"), torch.randn(clients, batch, before, size, size).cuda()
+
+    def value(module):
+        def function(weight, bias, inputs):
+            outputs = functional_call(module, {"weight": weight, "bias": bias}, (inputs,))
+            return outputs.sin().sum(), outputs
+
+        return vmap(grad(function, argnums=(0, 1, 2), has_aux=True))
+
+    ours = value(own)(weight, bias, inputs)
+    double = layer.double().cuda()
+    right = [value(double)(*(part[c : c + 1].double() for part in (weight, bias, inputs))) for c in range(clients)]
+    tolerance = 2e-5 if exact else 2e-2
+    for c in range(clients):
+        for mine, theirs in zip((*ours[0], ours[1]), (*right[c][0], right[c][1])):
+            assert (mine[c] - theirs[0]).norm() <= tolerance * theirs.norm()
+
+
+@NO_GPU
+@pytest.mark.parametrize("method", ["fedavg", "fedagrac", "scaffold"])
+def test_gpu_compiled_agrees_with_cpu(method, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        on = [run(method, name, device=device, dtype=dtype) for device, name in (("cpu", "vmap"), ("cuda", "compiled"))]
+        torch.testing.assert_close(on[1].x.cpu(), on[0].x, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,87 @@
+"""Runs whose cohorts train as one: each gives what it gives alone."""
+
+from functools import partial
+
+import pytest
+import torch
+from problems import digits
+
+import fedstride as fs
+from fedstride import study
+
+OPTIONS = dict(batch_size=4, dtype=torch.float64, rounds=3, lr=0.1, steps=[1, 4, 2, 5, 3, 1])
+
+
+def runs(clients, test):
+    """Methods that step alike, and one that does not; other seeds, rates, steps and lengths."""
+    model = partial(fs.models.make, "mlp")
+    return [
+        partial(fs.simulate, "fedavg", model(), clients, test=test, **OPTIONS),
+        partial(fs.simulate, "fedavg", model(seed=5), clients, **OPTIONS | dict(seed=3, lr=0.02, rounds=5)),
+        partial(
+            fs.simulate,
+            "fedavgm",
+            model(),
+            clients,
+            **OPTIONS | dict(steps=7, seed=1, participation=fs.participation.uniform(3)),
+        ),
+        partial(fs.simulate, "fedprox", model(), clients, **OPTIONS),
+        partial(fs.simulate, "fedprox", model(seed=2), clients, **OPTIONS | dict(seed=9)),
+        partial(fs.simulate, "fedavg", model(), clients, **OPTIONS | dict(batch_size=None)),
+    ]
+
+
+def test_runs_together_equal_runs_alone(monkeypatch):
+    clients, test = digits()
+    works = runs(clients, test)
+    together, batches = fs.Together(), []
+    ordinary = fs.together.Compiled.descend_all
+    monkeypatch.setattr(
+        fs.together.Compiled, "descend_all", lambda self, ask: batches.append(len(ask)) or ordinary(self, ask)
+    )
+    found = together.play([partial(work, backend=together) for work in works])
+    for result, work in zip(found, works):
+        alone = work(backend="vmap")
+        torch.testing.assert_close(result.x, alone.x, rtol=1e-9, atol=1e-11)
+        for row, other in zip(result.rows, alone.rows):
+            assert row == pytest.approx(other, rel=1e-8)
+        assert len(result.rows) == len(alone.rows)
+    assert max(batches) == 3  # the three that step alike, in one batch
+
+
+def test_an_error_of_one_run_lets_the_others_end():
+    clients, _ = digits()
+    together, ended = fs.Together(), []
+
+    def fails(row):
+        raise ValueError("enough")
+
+    def good():
+        ended.append(fs.simulate("fedavg", fs.models.make("mlp"), clients, backend=together, **OPTIONS))
+
+    bad = partial(fs.simulate, "fedavg", fs.models.make("mlp"), clients, backend=together, progress=fails, **OPTIONS)
+    with pytest.raises(ValueError, match="enough"):
+        together.play([bad, good])
+    assert len(ended[0].rows) == 3
+
+
+def test_large_groups_are_cut():
+    class Ask:
+        def __init__(self, rows):
+            self.keys = [0] * rows
+
+    group = [(None, Ask(rows), None, None) for rows in (3, 3, 3, 9, 1)]
+    parts = fs.Together._parts(group, 6)
+    assert [[len(one[1].keys) for one in part] for part in parts] == [[3, 3], [3], [9], [1]]
+
+
+def test_a_study_does_its_runs_together(tmp_path, monkeypatch):
+    planned = study.Study({"rounds": 2, "partition": {"name": "iid", "clients": 4}}, methods=["fedavg"], seeds=3)
+    alone = planned.play(tmp_path / "alone")
+    monkeypatch.setattr(study, "able", lambda experiments: True)
+    together = planned.play(tmp_path / "together")
+    assert list(together) == list(alone)
+    for one, other in zip(together["fedavg"], alone["fedavg"]):
+        assert one.seed == other.seed
+        for row, like in zip(one.rows, other.rows):
+            assert row == pytest.approx(like, rel=1e-4)
