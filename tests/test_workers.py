@@ -183,22 +183,6 @@ def test_work_that_kills_every_worker_is_given_up(everybody):
     everybody.processes()
 
 
-def test_a_straggler_is_not_waited_for(everybody, tmp_path, monkeypatch):
-    monkeypatch.setattr(team, "LATE", (0.5, 1.0))
-
-    def slow(client, round, step):
-        if os.getpid() != DRIVER and round == 1 and client == 1 and not (tmp_path / "asleep").exists():
-            (tmp_path / "asleep").write_text(str(os.getpid()))
-            time.sleep(100)
-        return [step % 5]
-
-    problem, start = Quadratics(), time.monotonic()
-    late = problem.run("scaffold", sampling=slow, rounds=4, workers=some(everybody, 2))
-    assert time.monotonic() - start < 90
-    os.kill(int((tmp_path / "asleep").read_text()), signal.SIGKILL)
-    assert_same(problem.run("scaffold", sampling=slow, rounds=4), late)
-
-
 def test_mistakes_of_workers_come_out_as_they_were_made(everybody):
     with pytest.raises(fs.FedstrideError, match=r"^sampling\(\d, 0, 0\) gave \[99\]; client"):
         Quadratics().run("fedavg", sampling=lambda client, round, step: [99], workers=everybody)
@@ -255,6 +239,25 @@ def test_a_study_spreads_runs_first_and_cohorts_second(everybody, tmp_path):
     assert not (tmp_path / "spread" / ".seen").exists()
     again = study().play(tmp_path / "spread", False, workers=1)  # complete: no workers are needed
     assert again == spread
+
+
+# Last, because nobody waits for the worker it leaves behind
+
+
+def test_a_straggler_is_not_waited_for(everybody, tmp_path, monkeypatch):
+    monkeypatch.setattr(team, "LATE", (0.5, 1.0))
+
+    def slow(client, round, step):
+        if os.getpid() != DRIVER and round == 1 and client == 1 and not (tmp_path / "asleep").exists():
+            (tmp_path / "asleep").write_text(str(os.getpid()))
+            time.sleep(100)
+        return [step % 5]
+
+    problem, start = Quadratics(), time.monotonic()
+    late = problem.run("scaffold", sampling=slow, rounds=4, workers=some(everybody, 2))
+    assert time.monotonic() - start < 90
+    os.kill(int((tmp_path / "asleep").read_text()), signal.SIGKILL)
+    assert_same(problem.run("scaffold", sampling=slow, rounds=4), late)
 
 
 # Placement
