@@ -16,10 +16,10 @@ demo: .venv/installed  ## compare eleven methods on clients with skewed data, un
 	$(BIN)/fedstride compare examples/demo.toml --out runs/demo --resume
 
 test: .venv/installed  ## the tests that take a few minutes
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 test-all: .venv/installed  ## all tests, the slow ones too
-	$(BIN)/python -m pytest --numprocesses 2 -m "slow or not slow"
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "slow or not slow"
 
 lint: .venv/installed  ## formatting, style, types
 	$(BIN)/ruff format --check .

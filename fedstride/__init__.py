@@ -22,6 +22,7 @@ from fedstride import (
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
 from fedstride.results import Result, Target
+from fedstride.scale import Pool
 from fedstride.simulate import simulate, smoothness
 from fedstride.together import Together
 from fedstride.world import World
@@ -35,6 +36,7 @@ __all__ = [
     "Clients",
     "Experiment",
     "FedstrideError",
+    "Pool",
     "Result",
     "Study",
     "Target",

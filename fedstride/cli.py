@@ -17,6 +17,7 @@ from fedstride.arguments import Items, description, method
 from fedstride.deploy import cli as deploy
 from fedstride.errors import FedstrideError, unknown
 from fedstride.experiment import CHOICES
+from fedstride.scale import Pool
 from fedstride.statistics import Run
 from fedstride.study import Planned, Study, parse_override
 from fedstride.terminal import end, err, live, ranked, show, shown_metric, summary
@@ -28,16 +29,20 @@ Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the re
 Seeds = Annotated[str | None, typer.Option(help="How many seeds, or which: 3, or 0,5,7")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with unfinished runs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Train in so many processes, on Ray: docs/scale.md.")]
+RayAddress = Annotated[
+    str | None, typer.Option("--ray", help="A Ray cluster to take the workers from: auto, or its address.")
+]
 Track = Annotated[str | None, typer.Option(help="Also write to tensorboard or mlflow.")]
 
 
 @app.command()
 def run(
     items: Items = None, out: Out = None, seeds: Seeds = None, resume: Resume = False, json_: Json = False,
-    track: Track = None,
+    track: Track = None, workers: Workers = None, ray: RayAddress = None,
 ) -> None:  # fmt: skip
     """Run one experiment, on one seed or several."""
-    end(_study(description(items, seeds), "run", items, out, resume, json_, track)[1])
+    end(_study(description(items, seeds), "run", items, out, resume, json_, track, _pool(workers, ray))[1])
 
 
 @app.command()
@@ -47,6 +52,7 @@ def compare(
         str | None, typer.Option("--methods", "-m", help="Names, with options if need be: fedavg,fedprox:mu=0.1")
     ] = None,
     out: Out = None, seeds: Seeds = None, resume: Resume = False, json_: Json = False, track: Track = None,
+    workers: Workers = None, ray: RayAddress = None,
 ) -> None:  # fmt: skip
     """Compare methods on the same clients, batches, starting weights and world, seed by seed, and write a report."""
     given = description(items, seeds)
@@ -55,7 +61,7 @@ def compare(
     listed = given.get("methods", [])
     if not isinstance(listed, list) or len(listed) < 2:
         raise FedstrideError("compare needs at least two methods, such as --methods fedavg,scaffold")
-    folder, results = _study(given, "compare", items, out, resume, json_, track)
+    folder, results = _study(given, "compare", items, out, resume, json_, track, _pool(workers, ray))
     _report(folder, None, quiet=json_)
     end(results)
 
@@ -68,6 +74,7 @@ def sweep(
     ] = None,
     by: Annotated[str, typer.Option(help="The metric that decides which point is best.")] = "accuracy",
     out: Out = None, seeds: Seeds = None, resume: Resume = False, json_: Json = False, track: Track = None,
+    workers: Workers = None, ray: RayAddress = None,
 ) -> None:  # fmt: skip
     """Try every point of a grid over any fields and name the best by a metric."""
     given = description(items, seeds)
@@ -79,7 +86,7 @@ def sweep(
         raise FedstrideError("sweep needs a grid, such as --over lr=0.01,0.1")
     if "method.name" in grid:
         given.pop("methods", None)  # the grid says which methods
-    end(_study(given, "sweep", items, out, resume, json_, track, by)[1])
+    end(_study(given, "sweep", items, out, resume, json_, track, _pool(workers, ray), by)[1])
 
 
 @app.command()
@@ -93,6 +100,8 @@ def reproduce(
     list_: Annotated[bool, typer.Option("--list", help="Show items, what they cost, and what is done.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="How many runs side by side.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Run the full scale even without a GPU.")] = False,
+    workers: Workers = None,
+    ray: RayAddress = None,
 ) -> None:
     """Run what is missing of the five papers' tables and figures, and put ours beside the printed numbers."""
     from fedstride.reproduce import command
@@ -102,8 +111,11 @@ def reproduce(
         return
     if what is None:
         raise FedstrideError("say which paper, or which of its items; `fedstride reproduce --list` shows them")
+    pool = _pool(workers, ray)
+    if pool is not None and jobs is not None:
+        raise FedstrideError("--jobs and --workers both say how many runs go side by side; give one of them")
     try:
-        command.run(what, scale, seeds, out, jobs, yes, err)
+        command.run(what, scale, seeds, out, jobs, yes, err, pool)
     except KeyboardInterrupt:
         err.print("interrupted; the same command goes on from the last checkpoint")
         raise typer.Exit(130) from None
@@ -157,9 +169,14 @@ def version() -> None:
     typer.echo(__version__)
 
 
+def _pool(workers: int | None, ray: str | None) -> Pool | None:
+    """Workers that start when they are needed; None if none are asked for."""
+    return None if workers is None and ray is None else Pool(workers, ray)
+
+
 def _study(
     description: dict[str, Any], command: str, items: list[str] | None, out: Path | None, resume: bool, json_: bool,
-    track: str | None, by: str = "accuracy",
+    track: str | None, workers: Pool | None, by: str = "accuracy",
 ) -> tuple[Path, dict[str, list[Run]]]:  # fmt: skip
     """Run a study, show it, and return its folder and results."""
     from fedstride.track import tracker
@@ -179,7 +196,7 @@ def _study(
             done(plan, run)
 
         try:
-            results = study.play(folder, resume, both, over)
+            results = study.play(folder, resume, both, over, workers)
         except KeyboardInterrupt:
             err.print("interrupted; the same command with --resume goes on from the last checkpoint")
             raise typer.Exit(130) from None

@@ -20,7 +20,7 @@ from fedstride.guards import Norms, judged
 from fedstride.keys import generator
 from fedstride.participation import Cohort, Full, Participation
 from fedstride.privacy import Gaussian, PrivateReplies
-from fedstride.replies import Replies
+from fedstride.replies import Reduced, Replies
 from fedstride.robust import Robust, RobustReplies
 from fedstride.sampling import Jobs
 from fedstride.schedule import Deadline, Schedule, Sync
@@ -35,7 +35,7 @@ class Answers(NamedTuple):
     """Replies of some clients to one exchange."""
 
     jobs: Jobs
-    upload: Any  # NamedTuple of [C, d] and [C, 1] tensors
+    upload: Any  # NamedTuple of [C, d] and [C, 1] tensors; or Reduced, if it was done where they are
     memory: Any  # what they will remember if the upload is used
     train_loss: Tensor | None  # [C], if they trained
     spans: np.ndarray  # [C, 3]: when training started and ended and when the reply arrived, in seconds
@@ -212,22 +212,21 @@ def _exchange(
     losses, rejected = [], 0
     carried = (answers._replace(upload=plan.wire.carry(answers.upload)) for answers in source)
     for answers, used in judged(carried, plan.guard, run.state.x.numel(), exchange.insist):
+        upload = answers.upload  # workers elsewhere have reduced theirs
+        if not isinstance(upload, Reduced):
+            upload = replies.reduce(answers.jobs, upload, used, plan.wire.bytes(upload))
         rejected += int((~used).sum())
         if not algorithm.pooled:
-            row["bytes_up"] += plan.wire.bytes(answers.upload)
+            row["bytes_up"] += upload.bytes
         transport.keep(answers, used)
         if run.timeline is not None:
             run.timeline.add(row["round"], exchange.name, answers.jobs, answers.spans, used)
         if answers.train_loss is not None:
             row["steps"] += int(answers.jobs.steps.sum())
             losses.append(answers.train_loss[torch.as_tensor(used)])
-        if not used.all():
-            mask = torch.as_tensor(used, device=plan.fleet.weights.device)
-            upload = type(answers.upload)(*(value[mask] for value in answers.upload))
-            answers = answers._replace(jobs=answers.jobs.take(used), upload=upload)
         if used.any():
-            replies.add(answers.jobs, answers.upload)
-            done.append(answers.jobs)
+            done.append(answers.jobs.take(used))
+            replies.add(done[-1], upload)
     if not algorithm.pooled:
         row["bytes_down"] += plan.wire.bytes(message) * (transport.sent - sent)
     run.seconds = row["seconds"] = transport.now

@@ -42,6 +42,7 @@ from fedstride.clients import Clients
 from fedstride.errors import FedstrideError, unknown
 from fedstride.losses import LossFunction
 from fedstride.results import Result, Target
+from fedstride.scale import Pool
 from fedstride.simulate import simulate
 from fedstride.together import Together
 from fedstride.world import Pace, World
@@ -316,11 +317,13 @@ class Experiment(BaseModel):
         resume: bool = False,
         progress: Any = False,
         together: Together | None = None,
+        workers: Pool | None = None,
     ) -> Result:
         """Simulate it, alone or with other runs."""
         method, model, clients, _, settings = self.prepare()
         settings["backend"] = together or settings["backend"]
-        return simulate(method, model, clients, folder=folder, resume=resume, progress=progress, **settings)
+        settings |= dict(folder=folder, resume=resume, progress=progress, workers=workers)
+        return simulate(method, model, clients, **settings)
 
     def fleet(self) -> tuple[Clients, tuple | None, tuple[str, ...]]:
         """Clients, test data and names of classes."""

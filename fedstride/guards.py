@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedstride.errors import FedstrideError
+from fedstride.replies import finite
 from fedstride.schedule import Schedule
 
 
@@ -89,11 +89,3 @@ def _norms(upload: Any, d: int) -> dict[str, np.ndarray]:
 def is_vector(value: Tensor, d: int) -> bool:
     """Whether a field of an upload is a vector; those of a model with one parameter look like scalars."""
     return value.shape[1] > 1 or d == 1
-
-
-def finite(upload: Any, count: int) -> np.ndarray:
-    """[C]: whose upload has only finite numbers. A row's sum is not finite if any of its entries is not."""
-    good = torch.ones(count, dtype=torch.bool)
-    for value in upload or ():
-        good &= torch.isfinite(value.sum(dim=1)).cpu()
-    return good.numpy()

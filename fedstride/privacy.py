@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from fedstride.algorithm import Algorithm
 from fedstride.errors import FedstrideError
 from fedstride.keys import generator
 from fedstride.participation import Bernoulli, Full, Participation, Uniform
-from fedstride.replies import Header, Replies
+from fedstride.replies import Header, Reduced, Replies
 from fedstride.sampling import Jobs
 from fedstride.schedule import Schedule
 
@@ -83,9 +84,9 @@ class PrivateReplies(Replies):
         super().__init__(*settings)
         self._rule, self._share, self._secret = rule, share, secret
 
-    def add(self, jobs: Jobs, upload: Any) -> None:
-        """Take in the accepted replies of a batch, clipped."""
-        super().add(jobs, type(upload)(*(clipped(value, self._rule.clip) for value in upload)))
+    def reduce(self, jobs: Jobs, upload: Any, used: np.ndarray, size: int) -> Reduced:
+        """The used ones of a batch of uploads, clipped."""
+        return super().reduce(jobs, type(upload)(*(clipped(value, self._rule.clip) for value in upload)), used, size)
 
     def each(self, field: str) -> Tensor:
         """[R]: what the server knows of every reply itself."""

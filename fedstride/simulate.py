@@ -31,6 +31,7 @@ from fedstride.privacy import Gaussian
 from fedstride.results import Result, Target
 from fedstride.robust import Robust
 from fedstride.sampling import Jobs, Replay, Sampler
+from fedstride.scale.pool import Pool, hired
 from fedstride.schedule import Schedule, Sync
 from fedstride.simulator import Simulator
 from fedstride.timeline import Timeline
@@ -80,6 +81,7 @@ def simulate(
     folder: str | os.PathLike | None = None,
     resume: bool = False,
     progress: bool | Callable[[dict[str, Any]], None] = False,
+    workers: int | Pool | None = None,
 ) -> Result:
     """Run a method on a fleet of clients and return the model and one row a round.
 
@@ -107,6 +109,7 @@ def simulate(
     timeline: record who trained when, from which version, and what the server did, in `result.timeline`.
     progress: True shows the round and its numbers; a function is called with every row.
     folder, resume: rows and checkpoints go here; an interrupted run goes on with resume=True.
+    workers: train in so many processes of their own, or in those of an open fs.Pool; None: in this one.
     """
     method = make(algorithm) if isinstance(algorithm, str) else algorithm
     if not isinstance(method, Algorithm):
@@ -118,6 +121,14 @@ def simulate(
     rounds, every, seed = inputs.whole("rounds", rounds), inputs.whole("every", every), inputs.whole("seed", seed, 0)
     batch_size = None if batch_size is None else inputs.whole("batch_size", batch_size)
     chunk = None if chunk is None else inputs.whole("chunk", chunk)
+    workers = workers if workers is None or isinstance(workers, Pool) else inputs.whole("workers", workers)
+    if workers is not None and isinstance(backend, Together):
+        raise FedstrideError("a run trains on workers or together with others, not both; leave workers or backend out")
+    if workers is not None and (guard or robust or privacy or wire):
+        raise FedstrideError(
+            "workers sum uploads where they train, unrounded and unguarded; leave workers, or guard, "
+            "robust, privacy and wire out"
+        )
     if resume and folder is None:
         raise FedstrideError("resume=True needs the folder of the run")
     local, way = inputs.local(method, momentum, weight_decay, clip), wires.make(None if method.pooled else wire)
@@ -151,45 +162,50 @@ def simulate(
         store = Folder(folder, inputs.identity(method, vector, clients, rule, who, **named), resume)
         if backend == "auto":
             backend = store.setup.get("backend", backend)
-    oracle = make_oracle(backend, vector, clients, loss)
+    # With workers, this process only measures; theirs may be other devices, with other backends.
+    oracle = make_oracle(backend if workers is None else "auto", vector, clients, loss)
     inputs.check_batches(oracle.model, clients, sampler)
     fleet = clients.fleet(weights or method.weights, target)
-
     training = (clients, fleet.weights) if train_loss else None
     evaluate = Evaluation(oracle.model, loss, test, metrics, training, local.weight_decay)
     limits = (stop, schedule, inputs.budget(seconds, world, method), guard, robust, privacy, way)
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, seed, every, evaluate, *limits)
-    job, rows = partial(single_job, plan), chunk or oracles.room(vector.x)
-    transport = Simulator(method, oracle, sampler, local, rows, seed, pace, schedule, job, way)
+    job = partial(single_job, plan)
     run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline() if timeline else None)
     rates(plan, 1)
-    if store is not None:
-        store.load(run, transport)
-        if run.status == "finished" or (run.status == "stopped" and not (stop and stop(run.rows[-1]))):
-            run.status = "running"  # more rounds are asked for, or another target
+    with hired(workers) as pool, _threads(oracle, len(clients)):
+        settings, name = (oracle, sampler, local, seed, pace, schedule, job, way), oracle.name
+        if pool is None:
+            transport = Simulator(method, *settings, chunk or oracles.room(vector.x))
+        else:
+            from fedstride.scale.cluster import connect  # needs Ray
 
-    setup = {"backend": oracle.name}
-
-    def after(run: Run) -> None:
+            transport, name = connect(pool, plan, model, loss, device, str(backend), chunk, *settings)
         if store is not None:
-            store.append(run)
-            if store.due():
-                store.save(run, transport, setup)
-        if callable(progress):
-            progress(run.rows[-1])
-        elif progress:
-            _show(run.rows[-1], rounds)
+            store.load(run, transport)
+            if run.status == "finished" or (run.status == "stopped" and not (stop and stop(run.rows[-1]))):
+                run.status = "running"  # more rounds are asked for, or another target
+        setup = {"backend": name}
 
-    with _threads(oracle, len(clients)):
+        def after(run: Run) -> None:
+            if store is not None:
+                store.append(run)
+                if store.due():
+                    store.save(run, transport, setup)
+            if callable(progress):
+                progress(run.rows[-1])
+            elif progress:
+                _show(run.rows[-1], rounds)
+
         play(run, plan, transport, after)
-    if progress is True:
-        sys.stderr.write("\n")
-    if store is not None:
-        store.save(run, transport, setup)
-    if run.timeline is not None:
-        run.timeline.add_gone((job, "in flight") for job in transport.under_way())
-    x, batch = method.model(run.state), transport.trained / max(1, transport.batches)
-    ending = (run.status, method.name, oracle.name, run.state, transport.memories, batch, run.timeline)
+        if progress is True:
+            sys.stderr.write("\n")
+        if store is not None:
+            store.save(run, transport, setup)
+        if run.timeline is not None:
+            run.timeline.add_gone((job, "in flight") for job in transport.under_way())
+        x, batch = method.model(run.state), transport.trained / max(1, transport.batches)
+        ending = (run.status, method.name, name, run.state, transport.memories.here(), batch, run.timeline)
     return Result(x, vector.loaded(x), run.rows, *ending)
 
 
@@ -235,7 +251,20 @@ def make_oracle(backend: str | Together, vector: VectorModel, clients: Clients, 
     each = per_example(loss, outputs, targets, clients.targets)
     if isinstance(backend, Together):
         return backend.oracle(vector, loss, each)
-    name = oracles.choose(backend, vector, vector.x.device, len(clients))
+    return build_oracle(backend, vector, len(clients), loss, each, examples, targets)
+
+
+def build_oracle(
+    backend: str,
+    vector: VectorModel,
+    cohort: int,
+    loss: LossFunction,
+    each: tuple[LossFunction, str] | None,
+    examples: Tensor,
+    targets: Tensor,
+) -> oracles.Oracle:
+    """The backend, tried on a few examples."""
+    name = oracles.choose(backend, vector, vector.x.device, cohort)
     oracle = oracles.make(name, vector, loss, each)
     key = torch.zeros(1, dtype=torch.int64, device=vector.x.device) if vector.dropouts else None
     try:

@@ -30,6 +30,25 @@ class Content(NamedTuple):
     train_loss: Tensor | None  # [1]
 
 
+class Trained(NamedTuple):
+    """What some clients did together."""
+
+    upload: Any  # NamedTuples of [C, ...] tensors; elsewhere than here, Reduced and where the memories are
+    memory: Any
+    train_loss: Tensor | None  # [C]
+    evaluations: np.ndarray  # [C]: gradients, in mini-batches
+
+
+def train(
+    oracle: Oracle, sampler: Sampler, local: Local, seed: int, exchange: Exchange, message: Any, jobs: Jobs, memory: Any
+) -> Trained:
+    """Let some clients, longest jobs first, do their part of an exchange together."""
+    columns = (torch.as_tensor(column, device=oracle.model.x.device) for column in jobs[:3])
+    work = Work(oracle, sampler, jobs, job_keys(seed, exchange.name, *columns), local)
+    upload, memory = exchange.client(work, message, memory)
+    return Trained(upload, memory, work.train_loss, work.evaluations)
+
+
 class Simulator:
     """Trains cohorts, or in an asynchronous run whatever is under way, in batches."""
 
@@ -39,12 +58,12 @@ class Simulator:
         oracle: Oracle,
         sampler: Sampler,
         local: Local,
-        chunk: int,
         seed: int,
         pace: Pace,
         schedule: Schedule,
         plan_job: Callable[[int, int], tuple[int, int, float]],
         wire: Wire,
+        chunk: int,
     ):
         self._oracle, self._sampler, self._local, self._chunk, self._seed = oracle, sampler, local, chunk, seed
         self._pace, self._extra = pace, algorithm.full_gradients
@@ -62,7 +81,7 @@ class Simulator:
 
     @torch.no_grad()
     def ask(self, exchange: Exchange, message: Any, jobs: Jobs, deadline: Deadline | None = None) -> Iterator[Answers]:
-        """Train the cohort chunk by chunk, longest jobs first, so that chunks hold clients of similar length."""
+        """Train the cohort, longest jobs first, so that clients of similar length train together."""
         asked = len(jobs.clients)
         self.sent += asked
         jobs = jobs if exchange.insist else self._present(jobs)
@@ -86,19 +105,16 @@ class Simulator:
             end = self.now + cut  # the server waits for the missing until the deadline
         order = np.argsort(-jobs.steps, kind="stable")
         jobs, down, late = jobs.take(order), down[order], late[order]
-        message = as_rows(message)
-        for start in range(0, len(jobs.clients), self._chunk):
-            rows = slice(start, start + self._chunk)
+        for rows, trained in self._cohort(exchange, as_rows(message), jobs):
             part = jobs.take(rows)
-            work, upload, memory = self._train(exchange, message, part)
-            ready = down[rows] + self._pace.compute(part, work.evaluations)
+            ready = down[rows] + self._pace.compute(part, trained.evaluations)
             if cut is not None:
                 ready = np.where(late[rows], cut, ready)
-            size = self._wire.bytes(upload) / len(part.clients)
+            size = self._wire.bytes(trained.upload) / len(part.clients)
             arrival = ready + self._pace.transfer(part, size, "up")
             end = max(end, float((self.now + arrival).max()))
             spans = self.now + np.stack([down[rows], ready, arrival], axis=1)
-            yield Answers(part, upload, memory, work.train_loss, spans)
+            yield Answers(part, trained.upload, trained.memory, trained.train_loss, spans)
         self.now = end
 
     def _present(self, jobs: Jobs) -> Jobs:
@@ -115,13 +131,16 @@ class Simulator:
             there = self._pace.answers(jobs, self.now)
         return jobs.take(there)
 
-    def _train(self, exchange: Exchange, message: Any, jobs: Jobs) -> tuple[Work, Any, Any]:
-        """Let some clients, longest jobs first, do their part of an exchange together."""
-        columns = (torch.as_tensor(column, device=self._oracle.model.x.device) for column in jobs[:3])
-        work = Work(self._oracle, self._sampler, jobs, job_keys(self._seed, exchange.name, *columns), self._local)
-        upload, memory = exchange.client(work, message, self.memories.get(jobs.clients))
+    def _cohort(self, exchange: Exchange, message: Any, jobs: Jobs) -> Iterator[tuple[slice, Trained]]:
+        """Which rows were trained, and what they gave; chunk by chunk."""
+        for start in range(0, len(jobs.clients), self._chunk):
+            rows = slice(start, start + self._chunk)
+            yield rows, self._train(exchange, message, jobs.take(rows))
+
+    def _train(self, exchange: Exchange, message: Any, jobs: Jobs) -> Trained:
         self.batches, self.trained = self.batches + 1, self.trained + len(jobs.clients)
-        return work, upload, memory
+        own = (self._oracle, self._sampler, self._local, self._seed)
+        return train(*own, exchange, message, jobs, self.memories.get(jobs.clients))
 
     @torch.no_grad()
     def gather(self, exchange: Exchange, message: Any, version: int) -> Iterator[Answers]:
@@ -175,11 +194,10 @@ class Simulator:
         """Begin the course: its costs need the bytes that travel, so client 0 shows once what an upload is."""
         steps = np.ones(1, dtype=np.int64)
         batches, trained = self.batches, self.trained
-        _, upload, _ = self._train(
-            exchange, as_rows(message), Jobs(0 * steps, 0 * steps, 0 * steps, steps, steps, 1e-9 * steps, steps)
-        )
+        once = Jobs(0 * steps, 0 * steps, 0 * steps, steps, steps, 1e-9 * steps, steps)
+        shown = self._train(exchange, as_rows(message), once)
         self.batches, self.trained = batches, trained
-        self._bytes = (self._wire.bytes(message), self._wire.bytes(upload))
+        self._bytes = (self._wire.bytes(message), self._wire.bytes(shown.upload))
         self.course = self._make_course()
         return self.course
 
@@ -193,21 +211,20 @@ class Simulator:
         others.sort(key=lambda other: course.jobs[other].end)
         numbers = [number, *others[: self._chunk - 1]]
         numbers.sort(key=lambda other: -course.jobs[other].steps)
-        jobs = _columns([course.jobs[other] for other in numbers])
-        versions = jobs.versions.tolist()
-        message = self._messages[versions[0]]
-        if len(set(versions)) > 1:
-            rows = [self._messages[version] for version in versions]
-            message = type(message)(*(_stacked(values, self._oracle.model.x) for values in zip(*rows)))
-        work, upload, memory = self._train(exchange, message, jobs)
-        for row, other in enumerate(numbers):
+        self._compute(exchange, numbers, columns([course.jobs[other] for other in numbers]))
+
+    def _compute(self, exchange: Exchange, numbers: list[int], jobs: Jobs) -> None:
+        """Train jobs together that may start from different models, and keep what they give."""
+        message = stacked([self._messages[version] for version in jobs.versions.tolist()], self._oracle.model.x)
+        done = self._train(exchange, message, jobs)
+        for row, number in enumerate(numbers):
             # Copies, so that a late result does not keep all of its batch in memory.
             own = [
                 type(part)(*(value[row : row + 1].clone() for value in part)) if part else ()
-                for part in (upload, memory)
+                for part in (done.upload, done.memory)
             ]
-            loss = None if work.train_loss is None else work.train_loss[row : row + 1].clone()
-            self._contents[other] = Content(own[0], own[1], loss)
+            loss = None if done.train_loss is None else done.train_loss[row : row + 1].clone()
+            self._contents[number] = Content(own[0], own[1], loss)
 
     def _hand_over(self, course: Course, arrived: list[tuple[int, float]]) -> Answers:
         """The contents of some jobs as one group of replies."""
@@ -219,20 +236,28 @@ class Simulator:
             course.release(number)
             if number not in course.jobs:
                 del self._contents[number]
+        table = columns(jobs, times)
+        losses = [content.train_loss for content in contents if content.train_loss is not None]
+        return Answers(table, *self._together(table, contents), torch.cat(losses) if losses else None, spans)
+
+    def _together(self, jobs: Jobs, contents: list[Content]) -> tuple[Any, Any]:
+        """Uploads and memories of several jobs."""
         upload, memory = (
             type(parts[0])(*(torch.cat(values) for values in zip(*parts))) if parts[0] else ()
             for parts in zip(*((content.upload, content.memory) for content in contents))
         )
-        losses = [content.train_loss for content in contents if content.train_loss is not None]
-        return Answers(_columns(jobs, times), upload, memory, torch.cat(losses) if losses else None, spans)
+        return upload, memory
 
     def keep(self, answers: Answers, used: np.ndarray) -> None:
         """Memories of used uploads become the clients' own; the others stay as they were."""
         self._rejections += int((~used).sum())
         self.refused = set() if used.any() else self.refused | set(answers.jobs.clients.tolist())
         if answers.memory and used.any():
-            mask = torch.as_tensor(used, device=self._oracle.model.x.device)
-            self.memories.put(answers.jobs.clients[used], [value[mask] for value in answers.memory])
+            self._remember(answers, used)
+
+    def _remember(self, answers: Answers, used: np.ndarray) -> None:
+        mask = torch.as_tensor(used, device=self._oracle.model.x.device)
+        self.memories.put(answers.jobs.clients[used], [value[mask] for value in answers.memory])
 
     def gone(self) -> list[tuple[Job, str]]:
         """Jobs of an asynchronous run that never reached the server."""
@@ -251,8 +276,7 @@ class Simulator:
         """Everything a resumed run needs, as plain data and tensors."""
         stored: dict[str, Any] = {"batches": self.batches, "trained": self.trained, "refused": sorted(self.refused)}
         if self.course is not None:
-            contents = tuple((number, *content) for number, content in self._contents.items())
-            stored |= {"course": self.course.dump(), "bytes": list(self._bytes), "contents": contents}
+            stored |= {"course": self.course.dump(), "bytes": list(self._bytes), "contents": self._dump_contents()}
             stored["messages"] = tuple(self._messages.items())
         return stored
 
@@ -264,18 +288,31 @@ class Simulator:
             self._bytes = (stored["bytes"][0], stored["bytes"][1])
             self.course = self._make_course()
             self.course.load(stored["course"])
-            self._contents = {number: Content(*content) for number, *content in stored["contents"]}
+            self._load_contents({number: Content(*content) for number, *content in stored["contents"]})
             self._messages = dict(stored["messages"])
 
+    def _dump_contents(self) -> tuple:
+        return tuple((number, *content) for number, content in self._contents.items())
 
-def _stacked(values: tuple, like: Tensor) -> Any:
-    """A field of several messages, one row each; numbers that differ become a column."""
-    if isinstance(values[0], Tensor):
-        return torch.cat(values)
-    return values[0] if all(value == values[0] for value in values) else like.new_tensor(values)[:, None]
+    def _load_contents(self, contents: dict[int, Content]) -> None:
+        self._contents = contents
 
 
-def _columns(jobs: list[Job], times: np.ndarray | None = None) -> Jobs:
+def stacked(messages: list, like: Tensor) -> Any:
+    """Several messages, one row each, as one; numbers that differ become a column."""
+    first = messages[0]
+    if all(message is first for message in messages):
+        return first
+
+    def field(values: tuple) -> Any:
+        if isinstance(values[0], Tensor):
+            return torch.cat(values)
+        return values[0] if all(value == values[0] for value in values) else like.new_tensor(values)[:, None]
+
+    return type(first)(*(field(values) for values in zip(*messages)))
+
+
+def columns(jobs: list[Job], times: np.ndarray | None = None) -> Jobs:
     """Jobs one after the other as columns."""
     table = [(job.client, job.version, job.repeat, job.target, job.steps) for job in jobs]
     clients, versions, repeats, targets, steps = np.array(table, dtype=np.int64).reshape(-1, 5).T

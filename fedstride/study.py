@@ -24,6 +24,7 @@ from fedstride.errors import FedstrideError
 from fedstride.experiment import Choice, Experiment, Prepared, read_toml
 from fedstride.inputs import whole
 from fedstride.results import Result
+from fedstride.scale.pool import Pool, hired
 from fedstride.simulate import simulate
 from fedstride.statistics import Run
 from fedstride.together import RUNS, Together, able
@@ -145,11 +146,14 @@ class Study:
         resume: bool = False,
         watch: Callable[[Planned, dict[str, Any]], None] = lambda plan, row: None,
         done: Callable[[Planned, Run], None] = lambda plan, run: None,
+        workers: int | Pool | None = None,
     ) -> dict[str, list[Run]]:
-        """Run what is not there yet; `watch` sees every row as it comes, `done` every run. Returns runs by label."""
+        """Run what is not there yet; `watch` sees every row as it comes, `done` every run. Returns runs by label.
+
+        Workers take whole runs as long as there is one for each of them; they share the cohorts of the runs left over.
+        """
         root = Path(folder)
         whole_study = self._joined(root / "study.toml")
-        results: dict[str, list[Run]] = {plan.label: [] for plan in self.plans}
         states = [_state(root / plan.folder, plan.experiment) for plan in self.plans]
         for plan, state in zip(self.plans, states):
             if state == "unfinished" and not resume:
@@ -164,29 +168,55 @@ class Study:
             seen.add(key)
         _write(root / "study.toml", whole_study)
         missing = [plan for plan, state in zip(self.plans, states) if state != "complete"]
-        together = Together() if able(plan.experiment for plan in missing) else None
+        together = Together() if workers is None and able(plan.experiment for plan in missing) else None
+        found: dict[Path, Run] = {}
 
-        def complete(plans: Iterator[Planned]) -> None:
+        def over(plan: Planned) -> None:
+            found[plan.folder] = runs.read(plan.label, plan.experiment.seed, root / plan.folder).run
+            done(plan, found[plan.folder])
+
+        def complete(plans: Iterator[Planned], pool: Pool | None) -> None:
             for plan in plans:
+                if plan.folder in found:
+                    continue
                 if plan in missing:
-                    _write(root / plan.folder / "experiment.toml", plan.experiment.dump())
-                    ready = plan.experiment.prepare()
-                    settings = ready.settings | ({"backend": together} if together else {})
-                    result = simulate(
-                        ready.method, ready.model, ready.clients, folder=root / plan.folder, resume=True,
-                        progress=partial(watch, plan), **settings,
-                    )  # fmt: skip
-                    _write(root / plan.folder / "clients.json", facts(result, ready))
-                done(plan, runs.read(plan.label, plan.experiment.seed, root / plan.folder).run)
+                    _play(plan.experiment, root / plan.folder, partial(watch, plan), together, pool)
+                over(plan)
 
-        plans = iter(self.plans)
-        if together:
-            together.play([partial(complete, plans)] * RUNS)
-        else:
-            complete(plans)
-        for plan in self.plans:
-            results[plan.label].append(runs.read(plan.label, plan.experiment.seed, root / plan.folder).run)
-        return results
+        def call(plan: Planned) -> tuple:
+            return _play, plan.experiment, (root / plan.folder).absolute()
+
+        with hired(workers if missing else None) as pool:
+            plans = iter(self.plans)
+            if together:
+                together.play([partial(complete, plans, None)] * RUNS)
+            elif pool is not None:
+                from fedstride.scale.side import side_by_side  # needs Ray
+
+                whole_runs = missing[: len(missing) - len(missing) % len(pool)]
+                for plan, _ in side_by_side(pool, root.absolute(), whole_runs, call, watch):
+                    over(plan)
+            complete(plans, pool)
+        labels = dict.fromkeys(plan.label for plan in self.plans)
+        return {label: [found[plan.folder] for plan in self.plans if plan.label == label] for label in labels}
+
+
+def _play(
+    experiment: Experiment,
+    path: Path,
+    progress: Callable[[dict[str, Any]], None],
+    together: Together | None = None,
+    workers: Pool | None = None,
+) -> None:
+    """One run, into its folder."""
+    _write(path / "experiment.toml", experiment.dump())
+    ready = experiment.prepare()
+    settings = ready.settings | ({"backend": together} if together else {})
+    result = simulate(
+        ready.method, ready.model, ready.clients, folder=path, resume=True, progress=progress, workers=workers,
+        **settings,
+    )  # fmt: skip
+    _write(path / "clients.json", facts(result, ready))
 
 
 def facts(result: Result, prepared: Prepared) -> dict[str, Any]:

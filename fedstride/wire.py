@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedstride.errors import FedstrideError
+from fedstride.replies import Reduced
 
 HALF = 65504.0  # the largest number of float16
 
@@ -29,13 +30,15 @@ class Wire:
 
     def carry(self, fields: Any) -> Any:
         """As it arrives at the other end."""
-        if not self.half or not fields:
+        if not self.half or not fields or isinstance(fields, Reduced):
             return fields
         rounded = [narrow(f).to(f.dtype) if isinstance(f, Tensor) and not single(f) else f for f in fields]
         return type(fields)(*rounded)
 
     def bytes(self, fields: Any) -> int:
         """Of the tensors in a message or upload."""
+        if isinstance(fields, Reduced):
+            return fields.bytes
         tensors = [value for value in fields or () if isinstance(value, Tensor)]
         return sum(v.numel() * (2 if self.half and not single(v) else v.element_size()) for v in tensors)
 

@@ -117,3 +117,8 @@ def simulated(experiment, trace=None):
     if trace is not None:
         settings |= {"schedule": fs.schedule.Replay(trace)}
     return fs.simulate(method, model, clients, **settings)
+
+
+def add(replies, jobs, upload):
+    """Take in uploads, all of them used."""
+    replies.add(jobs, replies.reduce(jobs, upload, np.ones(len(jobs.clients), dtype=bool), 0))

@@ -608,9 +608,10 @@ def test_a_course_written_down_and_read_again_goes_on_alike(kind):
 
 
 def test_numbers_in_messages_of_several_versions_become_a_column():
-    from fedstride.simulator import _stacked
+    from fedstride.algorithm import Params
+    from fedstride.simulator import stacked
 
     like = torch.zeros(1, dtype=torch.float64)
-    assert _stacked((1.5, 1.5), like) == 1.5
-    assert _stacked((1.0, 2.0), like).tolist() == [[1.0], [2.0]]
-    assert _stacked((like[None], like[None] + 1), like).tolist() == [[0.0], [1.0]]
+    assert stacked([Params(1.5), Params(1.5)], like).x == 1.5
+    assert stacked([Params(1.0), Params(2.0)], like).x.tolist() == [[1.0], [2.0]]
+    assert stacked([Params(like[None]), Params(like[None] + 1)], like).x.tolist() == [[0.0], [1.0]]

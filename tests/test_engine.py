@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from problems import STEPS, Quadratics, digits, small_network
+from problems import STEPS, Quadratics, add, digits, small_network
 
 import fedstride as fs
 from fedstride.algorithms import FedAvg, Scaffnew, Scaffold
@@ -224,7 +224,7 @@ def test_upload_fields_may_not_shadow_the_header():
     ones = np.ones(2, dtype=np.int64)
     replies = Replies(torch.full((2,), 0.5, dtype=torch.float64), 3, False, False)
     with pytest.raises(fs.FedstrideError, match="must not be called 'steps'"):
-        replies.add(Jobs(np.arange(2), ones, ones, ones, ones, ones, ones), Bad(torch.ones(2, 1)))
+        add(replies, Jobs(np.arange(2), ones, ones, ones, ones, ones, ones), Bad(torch.ones(2, 1)))
 
 
 class TestFolders:

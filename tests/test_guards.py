@@ -9,7 +9,7 @@ import pytest
 import torch
 from attackers import lying
 from conformance import HALF, MULTISET, SYNC, UNEVEN, make
-from problems import Quadratics
+from problems import Quadratics, add
 from scipy.stats import trim_mean
 
 import fedstride as fs
@@ -306,8 +306,8 @@ def test_a_discount_is_a_weight():
     for rule in (TrimmedMean(0.25), Median()):
         replies = RobustReplies(rule, weights, 3, False, False, 5, method.factor)
         plain = Replies(weights, 3, False, False, 5, method.factor)
-        replies.add(jobs, upload)
-        plain.add(jobs, upload)
+        add(replies, jobs, upload)
+        add(plain, jobs, upload)
         torch.testing.assert_close(replies.mean("y"), plain.mean("y"))
         torch.testing.assert_close(method.server(Params(x), replies).x, x)
         assert float(replies.mean("steps")) == float(plain.mean("steps"))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from problems import LR, STEPS, Quadratics, digits, small_network
+from problems import LR, STEPS, Quadratics, add, digits, small_network
 
 import fedstride as fs
 from fedstride.algorithms import (
@@ -411,7 +411,7 @@ class TestFedVeca:
         from fedstride.algorithms.fedveca import Upload
 
         upload = Upload(x.repeat(n, 1), x.repeat(n, 1), column, column, torch.as_tensor(ratios)[:, None])
-        replies.add(Jobs(np.arange(n), ones, ones, 2 * ones, 2 * ones, 0.1 * ones, ones), upload)
+        add(replies, Jobs(np.arange(n), ones, ones, 2 * ones, 2 * ones, 0.1 * ones, ones), upload)
         expected = [20, 19, 4, 3, 2, 2, 2]
         assert method.server(state, replies).tau.tolist() == expected
 

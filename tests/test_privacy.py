@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conformance import HALF, MULTISET, SYNC, make
-from problems import Quadratics, digits, small_network
+from problems import Quadratics, add, digits, small_network
 from scipy.stats import norm
 
 import fedstride as fs
@@ -28,7 +28,7 @@ def replies(uploads, rule, share=1.0, secret=7, version=0):
     count = len(uploads)
     zeros, ones = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.int64)
     made = PrivateReplies(rule, share, secret, WEIGHTS, uploads.shape[1], False, False, version, lambda header: None)
-    made.add(Jobs(np.arange(count), zeros, zeros, ones, ones, ones * 0.1, ones), Delta(uploads))
+    add(made, Jobs(np.arange(count), zeros, zeros, ones, ones, ones * 0.1, ones), Delta(uploads))
     return made
 
 

@@ -174,7 +174,8 @@ def _listed(experiment: Experiment) -> int:
 
 
 def _hindrance(
-    client: int, size: int, method: Algorithm, fixed: bool, known: dict[int, int], clients: int, listed: int, started: bool
+    client: int, size: int, method: Algorithm, fixed: bool, known: dict[int, int], clients: int, listed: int,
+    started: bool,
 ) -> str:  # fmt: skip
     """Why a client cannot take part; empty if it can."""
     if client < 0 or size < 1:

@@ -13,6 +13,7 @@ from fedstride.experiment import Experiment
 from fedstride.reproduce import costs, items, judge, play, store
 from fedstride.reproduce.items import SCALES, Item
 from fedstride.reproduce.store import Found
+from fedstride.scale import Pool
 
 
 def show(what: str | None) -> None:
@@ -32,7 +33,9 @@ def show(what: str | None) -> None:
     Console(highlight=False, markup=False).print(table)
 
 
-def run(what: str, scale: str, seeds: int | None, out: Path, jobs: int | None, yes: bool, err: Console) -> None:
+def run(
+    what: str, scale: str, seeds: int | None, out: Path, jobs: int | None, yes: bool, err: Console, workers: Pool | None
+) -> None:
     """Run what is missing and print the tables."""
     chosen = [(paper, name, items.item(paper, name, scale)) for paper, name in items.select(what)]
     cost = 0.0
@@ -49,7 +52,8 @@ def run(what: str, scale: str, seeds: int | None, out: Path, jobs: int | None, y
         path = out / "smoke.json" if scale == "smoke" else store.path(paper, name, scale)
         if scale == "smoke":
             path.unlink(missing_ok=True)
-        found = play.play(item, path, out / f"{paper}-{name}-{scale}", seeds or item.seeds, _watch(err), jobs)
+        place = out / f"{paper}-{name}-{scale}"
+        found = play.play(item, path, place, seeds or item.seeds, _watch(err), jobs, workers)
         err.print()
         tell(f"{paper}/{name}", item, found)
 

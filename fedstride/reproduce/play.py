@@ -17,6 +17,7 @@ from fedstride.experiment import Experiment
 from fedstride.reproduce import store
 from fedstride.reproduce.items import Cell, Item
 from fedstride.reproduce.store import Found, points
+from fedstride.scale.pool import Pool, hired
 from fedstride.statistics import Run
 from fedstride.together import RUNS, Together, able
 
@@ -50,13 +51,20 @@ class Ended(NamedTuple):
 
 
 def play(
-    item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda *row: None, jobs: int | None = None
-) -> Found:
+    item: Item, path: Path, folder: Path, seeds: int, watch: Watch = lambda *row: None, jobs: int | None = None,
+    workers: Pool | None = None,
+) -> Found:  # fmt: skip
     """Tune on the first seed where there is a grid, then run every seed; stored runs stay, half-done ones go on.
 
     jobs: runs side by side, in one batch on a GPU, in processes elsewhere; None: as many as is good.
+    workers: instead, whole runs on these, as long as there is one for each of them.
     """
     found = Found(item, path)
+    if workers is not None:
+        with hired(workers if any(missing(found, seeds)) else None) as pool:
+            if pool is not None:
+                _spread(found, folder.absolute(), seeds, watch, pool)
+        return found
     if jobs != 1 and able(task.experiment for task in missing(found, seeds)):
         _together(found, folder, seeds, watch, jobs or RUNS)
         return found
@@ -117,9 +125,31 @@ def _side_by_side(found: Found, folder: Path, seeds: int, watch: Watch, jobs: in
                 _add(found, task, ended, folder)
 
 
-def _run(experiment: Experiment, folder: Path, progress: Any = False, together: Together | None = None) -> Ended:
+def _spread(found: Found, folder: Path, seeds: int, watch: Watch, pool: Pool) -> None:
+    """Whole runs on workers, as long as there is one for each; those left over share all workers."""
+    from fedstride.scale.side import side_by_side  # needs Ray
+
+    def call(task: Task) -> tuple:
+        return _run, task.experiment, folder
+
+    def seen(task: Task, row: dict[str, Any]) -> None:
+        watch(str(task), task.experiment, row)
+
+    while tasks := list({_folder(task.experiment): task for task in missing(found, seeds)}.values()):
+        count = len(tasks) - len(tasks) % len(pool)
+        for task, ended in side_by_side(pool, folder, tasks[:count], call, seen):
+            _add(found, task, ended, folder)
+        for task in tasks[count:]:
+            own = partial(watch, str(task), task.experiment)
+            _add(found, task, _run(task.experiment, folder, own, workers=pool), folder)
+
+
+def _run(
+    experiment: Experiment, folder: Path, progress: Any = False, together: Together | None = None,
+    workers: Pool | None = None,
+) -> Ended:  # fmt: skip
     start = time.perf_counter()
-    result = experiment.run(folder / _folder(experiment), resume=True, progress=progress, together=together)
+    result = experiment.run(folder / _folder(experiment), True, progress, together, workers)
     return Ended(result.rows, result.status, result.backend, time.perf_counter() - start)
 
 
