@@ -15,10 +15,10 @@ def lying(clients, lie):
     train = Simulator._train
 
     def false(self, exchange, message, jobs):
-        work, upload, memory = train(self, exchange, message, jobs)
+        trained = train(self, exchange, message, jobs)
         liars = torch.as_tensor([client in clients for client in jobs.clients.tolist()])
-        changed = [torch.where(liars[:, None].to(value.device), lie(value), value) for value in upload]
-        return work, type(upload)(*changed) if upload else upload, memory
+        changed = [torch.where(liars[:, None].to(value.device), lie(value), value) for value in trained.upload]
+        return trained._replace(upload=type(trained.upload)(*changed)) if changed else trained
 
     Simulator._train = false
     try:

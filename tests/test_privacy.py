@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import conformance
 import numpy as np
@@ -13,6 +14,8 @@ from scipy.stats import norm
 
 import fedstride as fs
 from fedstride.algorithm import Delta
+from fedstride.engine import Plan
+from fedstride.keys import generator
 from fedstride.privacy import ORDERS, Gaussian, PrivateReplies, clipped
 from fedstride.sampling import Jobs
 
@@ -166,9 +169,9 @@ def test_the_declaration_is_true(name):
     seen = []
 
     class Spy(PrivateReplies):
-        def add(self, jobs, upload):
+        def reduce(self, jobs, upload, *rest):
             seen.append(upload)
-            super().add(jobs, upload)
+            return super().reduce(jobs, upload, *rest)
 
     method = make(name)
     with pytest.MonkeyPatch.context() as patch:
@@ -272,3 +275,32 @@ def test_without_the_library_one_sentence_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(fs.FedstrideError, match=r"pip install 'fedstride\[privacy\]'"):
         Quadratics().run("fedavg", rounds=1, privacy=RULE)
+
+
+def test_absent_clients_of_a_private_run_are_drawn_like_the_others():
+    """The accountant counts on a draw from the whole fleet, so who is away must not raise the others' chances."""
+    fleet = SimpleNamespace(weights=torch.full((10,), 0.1, dtype=torch.float64))
+    here = np.array([1, 2, 3, 8])
+    plan = SimpleNamespace(fleet=fleet, present=here, secret=4, participation=fs.participation.uniform(5))
+    sizes = []
+    for number in range(1, 200):
+        plan.privacy = Gaussian(1.0, 1.0)
+        drawn = Plan.cohort(plan, number).clients
+        everybody = plan.participation.draw(generator(4, "cohort", number), fleet.weights.numpy(), number).clients
+        assert drawn.tolist() == [client for client in everybody if client in here]
+        sizes.append(len(drawn))
+    assert min(sizes) < 2 and np.mean(sizes) == pytest.approx(2, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        dict(privacy=Gaussian(1.0, 1.0)),
+        dict(wire="float16"),
+        dict(robust=fs.robust.Median()),
+        dict(guard=fs.guards.Norms(5)),
+    ],
+)
+def test_workers_refuse_what_they_do_not_do(option):
+    with pytest.raises(fs.FedstrideError, match="workers sum uploads where they train"):
+        Quadratics().run("fedavg", rounds=1, workers=2, **option)
