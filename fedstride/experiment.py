@@ -217,6 +217,7 @@ class Experiment(BaseModel):
     backend: str = "auto"
     dtype: Literal["float32", "float64"] = "float32"
     chunk: int | None = Field(None, ge=1)
+    memory: float | None = Field(None, ge=0)
     timeline: bool = True
 
     def __init__(self, **fields: Any) -> None:
@@ -289,7 +290,7 @@ class Experiment(BaseModel):
             seed=self.seed,
             metrics={choice.name: CHOICES["metrics"][choice.name] for choice in self.metrics} if test else None,
             train_loss=self.train_loss, device=self.device, backend=self.backend, dtype=getattr(torch, self.dtype),
-            chunk=self.chunk, timeline=self.timeline, **built, **protection,
+            chunk=self.chunk, memory=self.memory, timeline=self.timeline, **built, **protection,
         )  # fmt: skip
         return Prepared(method, model, clients, classes, settings)
 

@@ -77,6 +77,7 @@ def simulate(
     backend: str | Together = "auto",
     dtype: torch.dtype = torch.float32,
     chunk: int | None = None,
+    memory: float | None = None,
     timeline: bool = False,
     folder: str | os.PathLike | None = None,
     resume: bool = False,
@@ -106,6 +107,7 @@ def simulate(
     test, every, metrics: evaluate the global model every so many rounds; train_loss adds the loss over all clients.
     backend: "auto", the name of one (fedstride/oracle.py), or a fs.Together that several runs share.
     chunk: clients trained together at most; None keeps their vectors under 256 MiB, or a fourth of a GPU's memory.
+    memory: GiB of main memory for what clients remember, None: a quarter of the machine's; the rest is in a file.
     timeline: record who trained when, from which version, and what the server did, in `result.timeline`.
     progress: True shows the round and its numbers; a function is called with every row.
     folder, resume: rows and checkpoints go here; an interrupted run goes on with resume=True.
@@ -129,6 +131,7 @@ def simulate(
             "workers sum uploads where they train, unrounded and unguarded; leave workers, or guard, "
             "robust, privacy and wire out"
         )
+    memory = None if memory is None else inputs.real("memory", memory, 0)
     if resume and folder is None:
         raise FedstrideError("resume=True needs the folder of the run")
     local, way = inputs.local(method, momentum, weight_decay, clip), wires.make(None if method.pooled else wire)
@@ -176,7 +179,7 @@ def simulate(
     with hired(workers) as pool, _threads(oracle, len(clients)):
         settings, name = (oracle, sampler, local, seed, pace, schedule, job, way), oracle.name
         if pool is None:
-            transport = Simulator(method, *settings, chunk or oracles.room(vector.x))
+            transport = Simulator(method, *settings, chunk or oracles.room(vector.x), memory)
         else:
             from fedstride.scale.cluster import connect  # needs Ray
 

@@ -64,12 +64,13 @@ class Simulator:
         plan_job: Callable[[int, int], tuple[int, int, float]],
         wire: Wire,
         chunk: int,
+        memory: float | None = None,
     ):
         self._oracle, self._sampler, self._local, self._chunk, self._seed = oracle, sampler, local, chunk, seed
         self._pace, self._extra = pace, algorithm.full_gradients
         self._schedule, self._plan_job, self._wire = schedule, plan_job, wire
         self.now, self.sent = 0.0, 0
-        self.memories = Memories(algorithm.init_client(oracle.model.x))
+        self.memories = Memories(algorithm.init_client(oracle.model.x), memory)
         self.batches = self.trained = 0  # how often jobs were trained together, and how many jobs in all
         self.course: Course | None = None
         self._bytes = (0, 0)  # of a message and an upload, which the course's costs come from
