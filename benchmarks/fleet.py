@@ -33,7 +33,8 @@ def play(method: str, network: str, fleet: int, cohort: int, rounds: int, **opti
     times: list[float] = []
     fs.simulate(
         method, NETWORKS[network](), clients, rounds=rounds, steps=1, batch_size=5, device="cpu",
-        participation=fs.participation.uniform(cohort), progress=lambda row: times.append(time.perf_counter()), **options,
+        participation=fs.participation.uniform(cohort), progress=lambda row: times.append(time.perf_counter()),
+        **options,
     )  # fmt: skip
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     start, middle = times[0] - begin, statistics.median(np.diff(times))
@@ -51,7 +52,7 @@ def main() -> None:
         play("fedavg", "logistic", given.fleet, 50, 30)
     else:
         print(
-            "| clients | cohort | rounds | first round after, s | a round, ms | peak memory, MiB |\n|---|---|---|---|---|---|"
+            "| clients | cohort | rounds | first round after, s | a round, ms | peak, MiB |\n|---|---|---|---|---|---|"
         )
         for fleet in FLEETS:  # a process each, since the peak is that of a process
             subprocess.run([sys.executable, __file__, "sizes", "--fleet", str(fleet)], check=True)
