@@ -5,8 +5,8 @@ program, compiled once for all sizes of cohort; on a CUDA device it is recorded 
 takes half a minute, so `auto` does not choose it: it is for runs of minutes. A program belongs to the code of a
 direction and the constants it closes over, so rounds share it, and so do runs on the same oracle.
 
-Steps without indices drawn with replacement (whole data sets, shuffled passes, replays) and passes over all data go as
-in `graph`; so does what cannot be compiled, with a warning.
+Steps without indices drawn with replacement (whole data sets, shuffled passes, replays), augmented ones on a CPU, and
+passes over all data go as in `graph`; so does what cannot be compiled, with a warning.
 """
 
 import operator
@@ -212,6 +212,8 @@ class Request(NamedTuple):
         code = identity(self.direction)
         if code is None or self.sampler.full or self.sampler.sampling != "replacement":
             return None
+        if self.local.augment is not None and not self.keys.is_cuda:
+            return None  # torch 2.13 compiles the 64-bit arithmetic of crops wrongly for CPUs
         clients, form = self.sampler.clients, trees.tree_structure(self.at)
         data = (clients.inputs.data_ptr(), clients.targets.data_ptr())
         return code, self.local, self.local.augment, form, self.sampler.batch_size, data

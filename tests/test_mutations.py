@@ -85,7 +85,7 @@ def test_memory_kept_from_a_rejected_upload(monkeypatch):
 
 
 def test_everybody_does_as_many_steps_as_the_longest(monkeypatch):
-    monkeypatch.setattr(train, "_active", lambda steps: [len(steps)] * int(steps[0]))
+    monkeypatch.setattr(train, "active", lambda steps: [len(steps)] * int(steps[0]))
     caught(check_fedavg_point)
 
 
@@ -98,7 +98,7 @@ def test_the_same_batch_twice(monkeypatch):
 
 
 def test_rows_leak_when_the_prefix_shrinks(monkeypatch):
-    sliced = train._slice
+    sliced = train.cut
 
     def shifted(tree, rows, whole):
         if (
@@ -114,7 +114,7 @@ def test_rows_leak_when_the_prefix_shrinks(monkeypatch):
             return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
         return sliced(tree, rows, whole)
 
-    monkeypatch.setattr(train, "_slice", shifted)
+    monkeypatch.setattr(train, "cut", shifted)
     caught(check_fedavg_point)
 
 

@@ -49,7 +49,13 @@ def test_runs_together_equal_runs_alone(monkeypatch):
     assert max(batches) == 3  # the three that step alike, in one batch
 
 
-def test_an_error_of_one_run_lets_the_others_end():
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """They wait for each other, and then everybody does its steps alone."""
+    monkeypatch.setattr(fs.together.Compiled, "descend_all", lambda self, requests: False)
+
+
+def test_an_error_of_one_run_lets_the_others_end(uncompiled):
     clients, _ = digits()
     together, ended = fs.Together(), []
 
@@ -75,7 +81,7 @@ def test_large_groups_are_cut():
     assert [[len(one[1].keys) for one in part] for part in parts] == [[3, 3], [3], [9], [1]]
 
 
-def test_a_study_does_its_runs_together(tmp_path, monkeypatch):
+def test_a_study_does_its_runs_together(tmp_path, monkeypatch, uncompiled):
     planned = study.Study({"rounds": 2, "partition": {"name": "iid", "clients": 4}}, methods=["fedavg"], seeds=3)
     alone = planned.play(tmp_path / "alone")
     monkeypatch.setattr(study, "able", lambda experiments: True)
