@@ -233,11 +233,13 @@ class Compiled(Graph):
         self, sampler: Sampler, jobs: Jobs, keys: Tensor, at: Moving, direction: Callable | None, local: Local
     ) -> bool:
         request = Request(sampler, jobs, keys, at, direction, local)
-        return self._compiles and request.kind is not None and self.descend_all([request])
+        return request.kind is not None and self.descend_all([request])
 
     @torch.no_grad()
     def descend_all(self, requests: list[Request]) -> bool:
-        """All local steps of cohorts of the same kind, as one cohort."""
+        """All local steps of cohorts of the same kind, as one cohort; False: nothing was done."""
+        if not self._compiles:
+            return False
         sampler, _, _, at, direction, local = requests[0]
         several = len(requests) > 1
         form = trees.tree_structure(at)
@@ -281,8 +283,6 @@ class Compiled(Graph):
             try:
                 program.advance(wanted)
             except Exception as error:  # whatever it is: compiling is for speed alone
-                if k:
-                    raise
                 self._compiles = False
                 reason = str(error).splitlines()[0]
                 warnings.warn(f"the model cannot be compiled, `graph` goes on: {reason}", stacklevel=2)

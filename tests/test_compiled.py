@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional
 
 import fedstride as fs
-from fedstride.compiled import identity, pointwise
+from fedstride.compiled import Program, identity, pointwise
 from fedstride.convolution import by_rows
 from fedstride.descent import Local, Moving
 from fedstride.vector import VectorModel
@@ -60,6 +60,17 @@ def test_every_method_compiled(method):
         pytest.skip("one client alone is one row")
     results = [run(method, backend, rounds=4) for backend in ("vmap", "compiled")]
     torch.testing.assert_close(results[1].x, results[0].x, rtol=1e-9, atol=1e-11)
+
+
+def test_what_cannot_be_compiled_goes_on_with_a_warning(monkeypatch):
+    def fails(self, tensors):
+        raise RuntimeError("no compiler here\nat all")
+
+    monkeypatch.setattr(Program, "_compile", fails)
+    with pytest.warns(UserWarning, match="cannot be compiled, `graph` goes on: no compiler here$") as told:
+        compiled = run("scaffold", "compiled", device="cpu")
+    assert len([one for one in told if "compiled" in str(one.message)]) == 1
+    torch.testing.assert_close(compiled.x, run("scaffold", "vmap", device="cpu").x, rtol=1e-12, atol=1e-14)
 
 
 def test_whole_data_sets_go_step_by_step():
