@@ -6,6 +6,7 @@ message, because it does not know which node holds which partition.
 
 import sys
 import time
+from typing import Any, cast
 
 import work
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -19,13 +20,14 @@ client = ClientApp()
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    config = message.content["config"]
+    config = message.content.config_records["config"]
     job = work.read(str(config["folder"]))  # once a process
     module = job.module()
-    module.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    work.train(module, job.batches(int(config["user"])))
-    content = {"arrays": ArrayRecord(module.state_dict()), "metrics": MetricRecord({"num-examples": 1})}
-    return Message(RecordDict(content), reply_to=message)
+    module.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+    work.train(module, job.batches(cast(int, config["user"])))
+    answer = RecordDict()
+    answer["arrays"], answer["metrics"] = ArrayRecord(module.state_dict()), MetricRecord({"num-examples": 1})
+    return Message(answer, reply_to=message)
 
 
 class Listed(FedAvg):
@@ -66,7 +68,7 @@ def main(folder: str) -> None:
         result = strategy.start(grid, ArrayRecord(module.state_dict()), num_rounds=len(job.cohorts))
         module.load_state_dict(result.arrays.to_torch_state_dict())
 
-    resources = {"num_cpus": 1, "num_gpus": 0.0}
+    resources: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0.0}
     run_simulation(server, client, len(job.inputs), backend_config={"client_resources": resources})
     work.finish(folder, strategy.times, module)
 

@@ -73,7 +73,6 @@ def resident(root: int) -> int:
 def play(command: list[str], folder: str) -> Turn:
     """One process from start to end."""
     environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment.pop("OMP_NUM_THREADS", None)  # everybody's own choice
     peak, start = 0, time.time()
     with open(Path(folder, "log"), "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -176,10 +175,14 @@ def main() -> None:
     table("Start-up in seconds, process start to first round", results, lambda figures, ours: f"{figures.startup:.1f}")
     table("Peak memory in MiB, all processes", results, lambda figures, ours: f"{figures.peak / 2**20:,.0f}")
     table("Difference of final weights", results, lambda figures, ours: f"{figures.difference:.0e}")
-    best = {case: max(f.rate for name, f in figures.items() if "ours" in name) for case, figures in results.items()}
-    roofline.report(options.device, {(case.model, case.cohort): rate for case, rate in best.items()})
+    rates = {
+        (case.model, case.cohort): {name: figures.rate for name, figures in contenders.items()}
+        for case, contenders in results.items()
+    }
+    best = {case: max(rate for name, rate in each.items() if name.startswith("ours")) for case, each in rates.items()}
+    roofline.report(options.device, best)
     if options.pictures:
-        pictures.draw(options.pictures, {tuple(case): {n: f.rate for n, f in r.items()} for case, r in results.items()})
+        pictures.draw(options.pictures, rates)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ def draw(folder: Path, rates: dict[tuple[str, int], dict[str, float]]) -> None:
     axis.set(yscale="log", ylabel="client-steps per second")
     axis.legend(ncols=len(names), fontsize=8)
     figure.savefig(folder / "peers.png", dpi=110)
-    models = [model for model in dict.fromkeys(model for model, _ in rates) if sum(key[0] == model for key in rates) > 1]
+    models = [
+        model for model in dict.fromkeys(model for model, _ in rates) if sum(key[0] == model for key in rates) > 1
+    ]
     if not models:
         return
     figure, axes = plt.subplots(1, len(models), figsize=(3.4 * len(models), 3.2), layout="constrained", squeeze=False)

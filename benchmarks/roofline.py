@@ -49,7 +49,8 @@ def report(device: str, speeds: dict[tuple[str, int], float]) -> None:
     """The share of the nearer limit that each speed (client-steps a second) reaches."""
     product, copy = rates(device)
     print(f"\nThis machine: matrix product {product / 1e9:,.0f} GFLOP/s (float32), copy {copy / 1e9:,.1f} GB/s.\n")
-    print("| model | cohort | MFLOP a step | MB a step | limit, client-steps/s | by | reached |\n|---|---|---|---|---|---|---|")
+    print("| model | cohort | MFLOP a step | MB a step | limit, client-steps/s | by | reached |")
+    print("|---|---|---|---|---|---|---|")
     for (model, cohort), speed in speeds.items():
         flops, moved = cost(model)
         limits = {"products": product / flops, "memory": copy / moved}

@@ -1,5 +1,8 @@
-"""The work all contenders of `peers.py` do, in a folder: data, first weights, cohorts. Each reads it and leaves its
-times and final weights there. It needs torch and numpy alone, so that peers can read it in environments of their own."""
+"""The work all contenders of `peers.py` do, in a folder: data, first weights, cohorts.
+
+Each reads it and leaves its times and final weights there. It needs torch and numpy alone, so that peers can read it in
+environments of their own.
+"""
 
 import json
 from collections.abc import Iterator
@@ -52,9 +55,10 @@ def write(folder: Path, model: str, users: int, cohort: int, steps: int, rounds:
 @cache
 def read(folder: str, device: str = "cpu") -> Work:
     """The work in a folder; the data stay in their files until they are touched."""
-    arrays = {name: np.load(Path(folder, f"{name}.npy"), mmap_mode="c") for name in ("inputs", "targets", "x")}
-    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    return Work(**json.loads(Path(folder, "work.json").read_text()), **tensors)
+    named = json.loads(Path(folder, "work.json").read_text())
+    for name in ("inputs", "targets", "x"):
+        named[name] = torch.from_numpy(np.load(Path(folder, f"{name}.npy"), mmap_mode="c")).to(device)
+    return Work(**named)
 
 
 def train(module: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
