@@ -4,9 +4,10 @@ usage: peers.py [--pfl PYTHON] [--models logistic,mlp,cnn,cifar] [--cohorts 10,3
                 [--device cpu] [--backends auto] [--pictures FOLDER]
 
 Data, first weights, cohorts, steps and batches are the same for all (work.py); the final weights of all rounds are
-compared with the plain loop's before a time is believed. Contenders take turns, because machines drift; figures are
-medians over the rounds of all turns, the first round of each left out. PYTHON is the interpreter of an environment with
-torch and `pfl[pytorch]==0.6.0`. With `--device cuda` it is ours (backends vmap,graph,compiled) and the plain loop.
+compared with the plain loop's before a time is believed. The plain loop and every process of a peer have one thread.
+Contenders take turns, because machines drift; figures are medians over the rounds of all turns, the first round of each
+left out. PYTHON is the interpreter of an environment with torch and `pfl[pytorch]==0.6.0`. With `--device cuda` it is
+ours (backends vmap,graph,compiled) and the plain loop.
 """
 
 import argparse
@@ -73,6 +74,7 @@ def resident(root: int) -> int:
 def play(command: list[str], folder: str) -> Turn:
     """One process from start to end."""
     environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait actively hold each other up on virtual machines
     peak, start = 0, time.time()
     with open(Path(folder, "log"), "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -95,13 +97,14 @@ def contenders(folder: str, options: argparse.Namespace) -> dict[str, list[str]]
         f"ours, {backend}": [python, str(HERE / "ours.py"), folder, device, backend, "replacement"]
         for backend in options.backends.split(",")
     }
-    peers = {"plain loop": [python, str(HERE / "plain.py"), folder, device]}
+    single = ["env", "OMP_NUM_THREADS=1"]  # with two threads, small operations wait for each other
+    peers = {"plain loop": [*single, python, str(HERE / "plain.py"), folder, device]}
     if device == "cpu":
         if options.pfl:
             program = [str(HERE / "pfl_research.py"), folder]
-            peers["pfl"] = [options.pfl, *program]
+            peers["pfl"] = [*single, options.pfl, *program]
             peers["pfl, two processes"] = [
-                options.pfl, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program
+                *single, options.pfl, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program
             ]  # fmt: skip
         peers["Flower"] = [python, str(HERE / "flower.py"), folder]
     return ours | peers
