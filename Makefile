@@ -29,15 +29,16 @@ lint: .venv/installed  ## formatting, style, types
 docs: .venv/installed  ## write the pages that come from docstrings
 	$(BIN)/python docs/generate.py
 
-# The peer lives in an environment of its own.
+# pfl-research lives in an environment of its own; Flower's simulation fits ours.
 .venv-pfl/installed: constraints.txt
 	$(PYTHON) -m venv .venv-pfl
 	.venv-pfl/bin/pip install --quiet torch
 	PIP_CONSTRAINT= .venv-pfl/bin/pip install --quiet "torch==2.13.0" "pfl[pytorch]==0.6.0"
 	touch $@
 
-bench: .venv/installed .venv-pfl/installed  ## client-steps per second beside pfl-research
-	$(BIN)/python benchmarks/oracle.py --pfl .venv-pfl/bin/python
+bench: .venv/installed .venv-pfl/installed  ## the same work beside pfl-research, Flower's simulation and a plain loop
+	$(BIN)/pip install --quiet --editable ".[bench]"
+	$(BIN)/python benchmarks/peers.py --pfl .venv-pfl/bin/python --pictures docs/performance
 
 clean:
 	rm -rf .venv .venv-pfl .pytest_cache .ruff_cache .mypy_cache

@@ -9,4 +9,9 @@ NETWORKS = {
         nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10),
     ),
+    # The network of pfl-research's CIFAR-10 benchmark, without its dropout: random masks could not be compared.
+    "cifar": lambda: nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(12544, 128), nn.ReLU(), nn.Linear(128, 10),
+    ),
 }  # fmt: skip

@@ -1,0 +1,40 @@
+"""The pictures of docs/performance.md."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+
+def draw(folder: Path, rates: dict[tuple[str, int], dict[str, float]]) -> None:
+    """Bars: client-steps a second of every contender in every case; lines: the same against the cohort's size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = list(next(iter(rates.values())))
+    figure, axis = plt.subplots(figsize=(10, 4), layout="constrained")
+    for i, name in enumerate(names):
+        places = np.arange(len(rates)) + 0.8 * (i / len(names) - 0.5)
+        axis.bar(places, [case[name] for case in rates.values()], 0.8 / len(names), label=name, align="edge")
+    axis.set_xticks(range(len(rates)), [f"{model}\ncohort {cohort}" for model, cohort in rates], fontsize=8)
+    axis.set(yscale="log", ylabel="client-steps per second")
+    axis.legend(ncols=len(names), fontsize=8)
+    figure.savefig(folder / "peers.png", dpi=110)
+    models = [
+        model for model in dict.fromkeys(model for model, _ in rates) if sum(key[0] == model for key in rates) > 1
+    ]
+    if not models:
+        return
+    figure, axes = plt.subplots(1, len(models), figsize=(3.4 * len(models), 3.2), layout="constrained", squeeze=False)
+    for axis, model in zip(axes[0], models):
+        sizes = [cohort for key, cohort in rates if key == model]
+        for name in names:
+            axis.plot(sizes, [rates[model, cohort][name] for cohort in sizes], marker="o", label=name)
+        axis.set(xscale="log", yscale="log", title=model, xlabel="clients in a cohort")
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+    axes[0, 0].set_ylabel("client-steps per second")
+    axes[0, -1].legend(fontsize=7)
+    figure.savefig(folder / "cohorts.png", dpi=110)
