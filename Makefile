@@ -15,11 +15,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: .venv/installed  ## compare eleven methods on clients with skewed data, unequal steps and speeds; writes a report
 	$(BIN)/fedstride compare examples/demo.toml --out runs/demo --resume
 
+# A process a core, so a thread each: more wait for each other.
 test: .venv/installed  ## the tests that take a few minutes
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 test-all: .venv/installed  ## all tests, the slow ones too
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "slow or not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "slow or not slow"
 
 lint: .venv/installed  ## formatting, style, types
 	$(BIN)/ruff format --check .

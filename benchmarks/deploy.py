@@ -9,6 +9,8 @@ Prints seconds a round, and the largest memory of the server process, of Flower'
 
 import argparse
 import json
+import signal
+import sys
 import tempfile
 import threading
 import time
@@ -29,6 +31,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int)
     parser.add_argument("--rounds", type=int)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the stack is stopped
     clients, fields = SCENES[given.scene]
     clients = given.clients or clients
     fields |= {"rounds": given.rounds} if given.rounds else {}

@@ -27,7 +27,7 @@ def main(folder: str, device: str, backend: str, sampling: str) -> None:
     times: list[float] = []
 
     def lr(round: int) -> float:
-        begun.append(time.time())  # asked once to be checked, then when a round begins
+        begun.append(time.time())  # once a round, the first time before it begins
         return work.LR
 
     def after(row: dict) -> None:
@@ -40,7 +40,7 @@ def main(folder: str, device: str, backend: str, sampling: str) -> None:
         sampling=replay if sampling == "replay" else sampling, participation=job.cohorts,
         device=device, backend=backend, progress=after,
     )  # fmt: skip
-    work.finish(folder, [begun[1], *times], result.model)
+    work.finish(folder, [begun[0], *times], result.model)
 
 
 if __name__ == "__main__":

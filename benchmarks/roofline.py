@@ -36,13 +36,17 @@ def rates(device: str) -> tuple[float, float]:
     )
 
 
+def traffic(network: torch.nn.Module, inputs: torch.Tensor) -> int:
+    """Bytes a client step cannot do without: weights read, gradient written and read, weights written, inputs read;
+    activations, and reading weights again for the backward pass, are left to the caches."""
+    return 4 * sum(parameter.nbytes for parameter in network.parameters()) + inputs.nbytes
+
+
 def cost(model: str) -> tuple[float, float]:
-    """Operations and bytes of one client step. Bytes: weights read, gradient written and read, weights written, inputs
-    read; activations, and reading weights again for the backward pass, are left to the caches."""
+    """Operations and bytes of one client step."""
     network = NETWORKS[model]()
     inputs = torch.randn(BATCH, *((3, 32, 32) if model == "cifar" else (1, 28, 28)))
-    weights = sum(parameter.nbytes for parameter in network.parameters())
-    return fs.devices.measured_flops(network, inputs), 4 * weights + inputs.nbytes
+    return fs.devices.measured_flops(network, inputs), traffic(network, inputs)
 
 
 def report(device: str, speeds: dict[tuple[str, int], float]) -> None:

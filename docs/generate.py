@@ -119,11 +119,11 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> None:
-    stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
+    written = pages()
+    stale = [path for path, text in written.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv:
         sys.exit(f"out of date, run make docs: {', '.join(str(path) for path in stale)}" if stale else 0)
     (HERE / "methods").mkdir(exist_ok=True)
-    written = pages()
     for path in stale:
         path.write_text(written[path])
     reproduction.figures(HERE / "reproduction")

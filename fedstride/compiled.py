@@ -275,10 +275,7 @@ class Compiled(Graph):
                 program.end(wanted, at_work)
                 at_work = wanted
             if k % slab == 0:
-                drawn = [
-                    torch.stack([step.rows for step in own.batches(jobs, key, k, min(last, k + slab))], dim=1)
-                    for own, jobs, key, *_ in requests
-                ]
+                drawn = [own.table(jobs, key, k, min(last, k + slab)) for own, jobs, key, *_ in requests]
                 program.draw(joined(drawn) if several else drawn[0], k)
             try:
                 program.advance(wanted)

@@ -3,7 +3,7 @@
 `vmap` makes a grouped convolution of them, for which no fast code exists. On a CUDA device a convolution here is a
 matrix product for every client, one operand of which is gathered from the image while it is multiplied: implicit
 patches, by the two programs of fedstride/kernels.py. A convolution and its two gradients are bilinear and each other's
-gradients, so derivatives of any order exist.
+gradients, so derivatives of any order exist. The gradient of the bias is summed on the way to that of the kernel.
 
 Other types than float32, strides in the gradient of the input, and CPUs go the ordinary way.
 """
@@ -40,14 +40,15 @@ def convolve_back_rows(g: Tensor, w: Tensor, stride: int, padding: int, height: 
 
 
 @torch.library.custom_op("fedstride::correlate_rows", mutates_args=())
-def correlate_rows(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: int) -> Tensor:
-    """The gradients of the kernels: [C, B, I, H, W] and [C, B, O, H', W'] -> [C, O, I, height, width]."""
+def correlate_rows(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Gradients of kernels and biases: [C, B, I, H, W], [C, B, O, H', W'] -> [C, O, I, height, width], [C, O]."""
     if _quick(x):
         from fedstride.kernels import sums
 
         return sums(x, g, stride, padding, height, width)
     shape = (g.shape[2], x.shape[2], height, width)
-    return torch.stack([conv2d_weight(at, shape, own, stride, padding) for at, own in zip(x, g)])
+    kernels = torch.stack([conv2d_weight(at, shape, own, stride, padding) for at, own in zip(x, g)])
+    return kernels, g.sum((1, 3, 4))
 
 
 def _quick(x: Tensor) -> bool:
@@ -71,7 +72,7 @@ def _(g, w, stride, padding, height, width):
 
 @correlate_rows.register_fake
 def _(x, g, stride, padding, height, width):
-    return x.new_empty(*x.shape[:-4], g.shape[-3], x.shape[-3], height, width)
+    return x.new_empty(*x.shape[:-4], g.shape[-3], x.shape[-3], height, width), g.new_empty(*g.shape[:-4], g.shape[-3])
 
 
 class Bilinear(torch.autograd.Function):
@@ -84,34 +85,37 @@ class Bilinear(torch.autograd.Function):
         ctx.stride, ctx.padding = inputs[2:4]
 
 
-def _as_rows(operation, info, dims, first, second, *numbers):
-    """An operation on the clients' tensors; one that all share is repeated."""
-    parts = (
+def _rows(info, dims, *tensors):
+    """The clients' tensors; one that all share is repeated."""
+    return [
         part.expand(info.batch_size, *part.shape) if dim is None else part.movedim(dim, 0)
-        for part, dim in zip((first, second), dims)
-    )
-    return operation(*parts, *numbers), 0
+        for part, dim in zip(tensors, dims)
+    ]
 
 
 class Convolve(Bilinear):
-    """[B, I, H, W] and [O, I, K, K'] -> [B, O, H', W']."""
+    """[B, I, H, W], [O, I, K, K'] and perhaps a bias [O] -> [B, O, H', W']."""
 
     @staticmethod
-    def forward(x, w, stride, padding):
+    def forward(x, w, stride, padding, bias):
         """One client."""
-        return functional.conv2d(x, w, None, stride, padding)
+        return functional.conv2d(x, w, bias, stride, padding)
 
     @staticmethod
-    def vmap(*arguments):
+    def vmap(info, dims, x, w, stride, padding, bias):
         """All clients."""
-        return _as_rows(convolve_rows, *arguments)
+        outputs = convolve_rows(*_rows(info, dims, x, w), stride, padding)
+        if bias is not None:
+            outputs = outputs + _rows(info, dims[-1:], bias)[0][:, None, :, None, None]
+        return outputs, 0
 
     @staticmethod
     def backward(ctx, g):
         """By the other two."""
         x, w = ctx.saved_tensors
         gx = ConvolveBack.apply(g, w, ctx.stride, ctx.padding, *x.shape[-2:]) if ctx.needs_input_grad[0] else None
-        return gx, Correlate.apply(x, g, ctx.stride, ctx.padding, *w.shape[-2:]), None, None
+        gw, gb = Correlate.apply(x, g, ctx.stride, ctx.padding, *w.shape[-2:])
+        return gx, gw, None, None, gb if ctx.needs_input_grad[4] else None
 
 
 class ConvolveBack(Bilinear):
@@ -123,37 +127,37 @@ class ConvolveBack(Bilinear):
         return conv2d_input((len(g), w.shape[1], height, width), w, g, stride, padding)
 
     @staticmethod
-    def vmap(*arguments):
+    def vmap(info, dims, g, w, *numbers):
         """All clients."""
-        return _as_rows(convolve_back_rows, *arguments)
+        return convolve_back_rows(*_rows(info, dims, g, w), *numbers), 0
 
     @staticmethod
     def backward(ctx, h):
         """By the other two."""
         g, w = ctx.saved_tensors
-        gw = Correlate.apply(h, g, ctx.stride, ctx.padding, *w.shape[-2:])
-        return Convolve.apply(h, w, ctx.stride, ctx.padding), gw, None, None, None, None
+        gw, _ = Correlate.apply(h, g, ctx.stride, ctx.padding, *w.shape[-2:])
+        return Convolve.apply(h, w, ctx.stride, ctx.padding, None), gw, None, None, None, None
 
 
 class Correlate(Bilinear):
-    """The gradient of the kernel: [B, I, H, W] and [B, O, H', W'] -> [O, I, height, width]."""
+    """The gradients of kernel and bias: [B, I, H, W] and [B, O, H', W'] -> [O, I, height, width] and [O]."""
 
     @staticmethod
     def forward(x, g, stride, padding, height, width):
         """One client."""
-        return conv2d_weight(x, (g.shape[1], x.shape[1], height, width), g, stride, padding)
+        return conv2d_weight(x, (g.shape[1], x.shape[1], height, width), g, stride, padding), g.sum((0, 2, 3))
 
     @staticmethod
-    def vmap(*arguments):
+    def vmap(info, dims, x, g, *numbers):
         """All clients."""
-        return _as_rows(correlate_rows, *arguments)
+        return correlate_rows(*_rows(info, dims, x, g), *numbers), (0, 0)
 
     @staticmethod
-    def backward(ctx, h):
+    def backward(ctx, h, hb):
         """By the other two."""
         x, g = ctx.saved_tensors
         gx = ConvolveBack.apply(g, h, ctx.stride, ctx.padding, *x.shape[-2:])
-        return gx, Convolve.apply(x, h, ctx.stride, ctx.padding), None, None, None, None
+        return gx, Convolve.apply(x, h, ctx.stride, ctx.padding, hb), None, None, None, None
 
 
 class Convolution(nn.Conv2d):
@@ -161,8 +165,7 @@ class Convolution(nn.Conv2d):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Outputs [B, O, H', W']."""
-        outputs = Convolve.apply(inputs, self.weight, self.stride[0], self.padding[0])
-        return outputs if self.bias is None else outputs + self.bias[:, None, None]
+        return Convolve.apply(inputs, self.weight, self.stride[0], self.padding[0], self.bias)
 
 
 def _ordinary(layer: nn.Module) -> bool:

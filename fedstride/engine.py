@@ -5,8 +5,10 @@ update with the replies that have arrived for it. A run is data: server state, c
 saving and resuming need nothing from any method.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +29,8 @@ from fedstride.schedule import Deadline, Schedule, Sync
 from fedstride.steps import Steps
 from fedstride.timeline import Timeline
 from fedstride.wire import Wire
+
+RATES = 64  # rounds whose learning rates are kept
 
 Rate = Callable[[int], Any]  # round, counted from 1 -> a learning rate, or one a client
 
@@ -91,9 +95,26 @@ class Plan:
     wire: Wire = Wire()
     present: np.ndarray | None = None  # who can be asked at all; None: everybody
 
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """[N]: the clients' weights in the objective."""
+        return self.fleet.weights.cpu().numpy()
+
+    @cached_property
+    def _rates(self) -> dict[int, np.ndarray]:
+        return {}
+
+    def rates(self, number: int) -> np.ndarray:
+        """[N]: everybody's learning rate in a round; the latest are kept, since jobs ask for them one by one."""
+        if number not in self._rates:
+            if len(self._rates) >= RATES:
+                self._rates.clear()
+            self._rates[number] = _checked(self, number)
+        return self._rates[number]
+
     def cohort(self, number: int) -> Cohort:
         """Who takes part in a round, drawn from those who are there; in a private run from all, as is accounted for."""
-        weights = self.fleet.weights.cpu().numpy()
+        weights = self.weights
         here = np.arange(len(weights)) if self.present is None else self.present
         rng = generator(self.secret, "cohort", number)
         if self.privacy is not None:
@@ -163,7 +184,7 @@ def _round(
     row |= {"bytes_up": 0, "bytes_down": 0, "rejected": 0}
     for exchange in exchanges:
         jobs = _exchange(run, plan, transport, exchange, participation, jobs, row)
-        if not torch.isfinite(plan.algorithm.model(run.state)).all():
+        if not math.isfinite(float(plan.algorithm.model(run.state).sum())):
             run.status = "diverged"
         if run.status == "diverged":
             break
@@ -207,7 +228,7 @@ def _exchange(
         asked = jobs if exchange.audience is None else jobs.take(exchange.audience(run.state, jobs))
         asked = asked.take(asked.steps > 0)  # zero steps: the client does not answer
         source = transport.ask(exchange, message, asked, plan.deadline) if len(asked.clients) else iter(())
-    replies = _replies(plan, participation, run.state.x.numel(), version)
+    replies = _replies(plan, participation, run.state.x, version)
     done: list[Jobs] = []
     losses, rejected = [], 0
     carried = (answers._replace(upload=plan.wire.carry(answers.upload)) for answers in source)
@@ -223,20 +244,20 @@ def _exchange(
             run.timeline.add(row["round"], exchange.name, answers.jobs, answers.spans, used)
         if answers.train_loss is not None:
             row["steps"] += int(answers.jobs.steps.sum())
-            losses.append(answers.train_loss[torch.as_tensor(used)])
+            losses.append(answers.train_loss.cpu().numpy()[used])
         if used.any():
-            done.append(answers.jobs.take(used))
+            done.append(answers.jobs if used.all() else answers.jobs.take(used))
             replies.add(done[-1], upload)
     if not algorithm.pooled:
         row["bytes_down"] += plan.wire.bytes(message) * (transport.sent - sent)
     run.seconds = row["seconds"] = transport.now
     row["rejected"] += rejected
     if losses and len(replies):
-        row["local_loss"] = float((replies.factors * torch.cat(losses)).sum())
+        row["local_loss"] = float((replies.shares * np.concatenate(losses)).sum())
     if len(replies):
         row["clients"] = max(row["clients"], len(replies))
-        staleness = replies.each("staleness")
-        row["staleness"], row["max_staleness"] = float((replies.factors * staleness).sum()), int(staleness.max())
+        staleness = replies.header("staleness")
+        row["staleness"], row["max_staleness"] = float((replies.shares * staleness).sum()), int(staleness.max())
         run.state = exchange.server(run.state, replies)
     elif rejected and exchange.audience is None and jobs is not None:
         run.status = "diverged"
@@ -253,10 +274,12 @@ def _exchange(
     return together.take(np.argsort(together.clients))
 
 
-def _replies(plan: Plan, participation: Participation, d: int, version: int) -> Replies:
+def _replies(plan: Plan, participation: Participation, x: Tensor, version: int) -> Replies:
     """What is to become of the uploads of an exchange."""
-    method, weights = plan.algorithm, plan.fleet.weights
-    settings = (weights, d, participation.by_weight, method.needs_rows, version, method.factor)
+    method = plan.algorithm
+    settings = (
+        plan.weights, x.numel(), participation.by_weight, method.needs_rows, version, method.factor, x.device
+    )  # fmt: skip
     if plan.robust is not None:
         return RobustReplies(plan.robust, *settings)
     if plan.privacy is not None:
@@ -274,7 +297,7 @@ def _jobs(run: Run, plan: Plan, cohort: Cohort, number: int) -> Jobs:
         targets = done = np.asarray(plan.algorithm.assign(run.state, clients, rng), dtype=np.int64)
     else:
         targets, done = work(plan, clients, number)
-    lr = rates(plan, max(1, number))[clients]
+    lr = plan.rates(max(1, number))[clients]
     versions = np.full(len(clients), max(0, number - 1))
     return Jobs(clients, versions, np.zeros_like(versions), targets, done, lr, cohort.times)
 
@@ -290,10 +313,10 @@ def work(plan: Plan, clients: np.ndarray, number: int) -> tuple[np.ndarray, np.n
 def single_job(plan: Plan, client: int, version: int) -> tuple[int, int, float]:
     """Steps asked for, steps done and learning rate of one client that starts from a version of the model."""
     target, done = work(plan, np.array([client]), version + 1)
-    return int(target[0]), int(done[0]), float(rates(plan, version + 1)[client])
+    return int(target[0]), int(done[0]), float(plan.rates(version + 1)[client])
 
 
-def rates(plan: Plan, number: int) -> np.ndarray:
+def _checked(plan: Plan, number: int) -> np.ndarray:
     """[N]: everybody's learning rate in a round."""
     try:
         given = np.asarray(plan.lr(number), dtype=np.float64)

@@ -62,11 +62,11 @@ def _product(
 
 @triton.jit
 def _sums(
-    x, g, out, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    OH: tl.constexpr, OW: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, TOP: tl.constexpr, PART: tl.constexpr,
-    PRECISION: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, g, out, whole, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, KH: tl.constexpr,
+    KW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, TOP: tl.constexpr,
+    PART: tl.constexpr, PRECISION: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[o, k] = sum over n of g[o, n] patch[k, n], for one client and one part of the n."""
+    """out[o, k] = sum over n of g[o, n] patch[k, n], and whole[o] of g[o, n], for one client and one part of the n."""
     client = tl.program_id(2).to(tl.int64)
     tiles = tl.cdiv(I * KH * KW, BN)
     k = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
@@ -76,6 +76,7 @@ def _sums(
     g += client * (N * O)
     first = tl.program_id(1) * PART
     total = tl.zeros((BO, BN), dtype=tl.float32)
+    seen = tl.zeros((BO, BK), dtype=tl.float32)
     for start in range(0, PART, BK):
         n = first + start + tl.arange(0, BK)
         b, r = n // (OH * OW), n % (OH * OW)
@@ -88,9 +89,13 @@ def _sums(
         inside = (h >= 0) & (h < H) & (v >= 0) & (v < W) & (n < N)[None, :] & (k < I * KH * KW)[:, None]
         right = tl.load(x + (b * (I * H * W))[None, :] + (i * (H * W))[:, None] + h * W + v, mask=inside, other=0.0)
         total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
-    clients = tl.num_programs(2)
-    out += (tl.program_id(1) * clients + client) * (O * I * KH * KW) + o[:, None] * (I * KH * KW) + k[None, :]
+        if tl.program_id(0) % tiles == 0:
+            seen += left
+    place = tl.program_id(1) * tl.num_programs(2) + client
+    out += place * (O * I * KH * KW) + o[:, None] * (I * KH * KW) + k[None, :]
     tl.store(out, total, mask=(o < O)[:, None] & (k < I * KH * KW)[None, :])
+    if tl.program_id(0) % tiles == 0:
+        tl.store(whole + place * O + o, tl.sum(seen, 1), mask=o < O)
 
 
 @triton.jit
@@ -149,8 +154,8 @@ def arranged(w: Tensor, turned: bool) -> Tensor:
     return out
 
 
-def sums(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: int) -> Tensor:
-    """Gradients [C, O, I, KH, KW] of kernels, from x [C, B, I, H, W] and the outputs' gradients [C, B, O, H', W']."""
+def sums(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Gradients [C, O, I, KH, KW] of kernels and [C, O] of biases, from x [C, B, I, H, W] and g [C, B, O, H', W']."""
     x, g = x.contiguous(), g.contiguous()
     (C, B, I, H, W), (O, OH, OW) = x.shape, g.shape[2:]
     N, K, BO = B * OH * OW, I * height * width, _block(O, 64)
@@ -159,8 +164,8 @@ def sums(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: in
     parts = max(1, min(PROGRAMS // (C * tiles), N // (4 * BK)))
     part = triton.cdiv(triton.cdiv(N, parts), BK) * BK
     parts = triton.cdiv(N, part)
-    out = x.new_empty(parts, C, O, I, height, width)
+    out, whole = x.new_empty(parts, C, O, I, height, width), x.new_empty(parts, C, O)
     _sums[(tiles, parts, C)](
-        x, g, out, I, H, W, O, height, width, OH, OW, N, stride, padding, part, _precision(), BO, BN, BK
+        x, g, out, whole, I, H, W, O, height, width, OH, OW, N, stride, padding, part, _precision(), BO, BN, BK
     )  # fmt: skip
-    return out[0] if parts == 1 else out.sum(0)
+    return (out[0], whole[0]) if parts == 1 else (out.sum(0), whole.sum(0))

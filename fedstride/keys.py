@@ -5,6 +5,7 @@ draws in one call and every device gives the same bits. Server-side draws (cohor
 """
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def mix(z: Tensor) -> Tensor:
-    """Scramble 64-bit integers; neighbouring counters come out unrelated."""
+def mix(z: Any) -> Any:
+    """Scramble 64-bit integers, in a tensor or a numpy array; neighbouring counters come out unrelated."""
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(
         FIRST
     )  # the masks turn torch's arithmetic shift into a logical one
@@ -30,8 +31,8 @@ def mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
-def fold(keys: Tensor, values: Tensor | int) -> Tensor:
-    """Make new keys from keys and integers, elementwise."""
+def fold(keys: Any, values: Any) -> Any:
+    """Make new keys from keys and integers, elementwise; tensors or numpy arrays."""
     if isinstance(values, int):
         return mix(keys + _signed((values + 1) * GOLDEN))
     # `| 0` keeps compilers from multiplying the counters of an `arange` in 32 bits.
@@ -44,10 +45,12 @@ def key(*parts: int | str) -> int:
     return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
 
-def job_keys(seed: int, purpose: str, clients: Tensor, versions: Tensor, repeats: Tensor) -> Tensor:
+def job_keys(
+    seed: int, purpose: str, clients: np.ndarray, versions: np.ndarray, repeats: np.ndarray, device: torch.device
+) -> Tensor:
     """One key a job: a client that starts from a version for the n-th time, for one purpose."""
-    base = torch.full_like(clients, key(seed, purpose))
-    return fold(fold(fold(base, clients), versions), repeats)
+    base = np.full_like(clients, key(seed, purpose))
+    return torch.as_tensor(fold(fold(fold(base, clients), versions), repeats), device=device)
 
 
 def below(keys: Tensor, bound: Tensor) -> Tensor:

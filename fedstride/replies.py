@@ -61,10 +61,20 @@ def finite(upload: Any, count: int) -> np.ndarray:
     """[C]: whose upload has only finite numbers. A row's sum is not finite if any of its entries is not."""
     if isinstance(upload, Reduced):
         return upload.used
-    good = torch.ones(count, dtype=torch.bool)
+    good = np.ones(count, dtype=bool)
     for value in upload or ():
-        good &= torch.isfinite(value.sum(dim=1)).cpu()
-    return good.numpy()
+        good &= np.isfinite(value.sum(dim=1).cpu().numpy())
+    return good
+
+
+class Columns(NamedTuple):
+    """The numbers of a batch of replies: [R] each."""
+
+    clients: np.ndarray
+    weights: np.ndarray  # of the fleet
+    factors: np.ndarray  # of the aggregation, before they are divided by their sum
+    discounts: np.ndarray | None  # the method's own factors; None: all are one
+    header: Header  # on the CPU
 
 
 class Replies:
@@ -76,34 +86,37 @@ class Replies:
       memories moves by it; a mean would be wrong under unequal weights and partial participation.
     * `each(f)`: one number a reporter, for scalar fields and for the columns of `Header`.
     * `rows(f)`: one vector a reporter, only for methods that declare `needs_rows`.
+
+    Numbers stay on the CPU until a method asks for them: on a GPU every little transfer holds up the next round.
     """
 
     def __init__(
         self,
-        weights: Tensor,
+        weights: np.ndarray,
         d: int,
         by_weight: bool,
         keep_rows: bool,
         version: int = 0,
         factor: Factor = lambda header: None,
+        device: torch.device | str = "cpu",
     ):
-        self._weights = weights  # [N], float64
+        self._weights = weights  # [N]
         self._version = version  # server updates so far
         self._factor = factor
         self._d = d  # length of the model's vector
         self._by_weight = by_weight  # the draw carried the weights already
         self._keep_rows = keep_rows
-        self._clients: list[Tensor] = []
-        self._factors: list[Tensor] = []
-        self._discounts: list[Tensor] = []
-        self._scalars: dict[str, list[Tensor]] = {name: [] for name in Header._fields}
+        self._device = device
+        self._columns: list[Columns] = []
+        self._latest: tuple[Jobs, Columns] | None = None  # those of the batch that was reduced last
+        self._scalars: dict[str, list[Tensor]] = {}
         self._rows: dict[str, list[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}  # field -> [2, d]: by aggregation factor, by fleet weight; or [1, d]
 
     def reduce(self, jobs: Jobs, upload: Any, used: np.ndarray, size: int) -> Reduced:
         """The used ones of a batch of uploads, summed by their factors; nothing is taken in yet."""
         if not used.all():
-            jobs, mask = jobs.take(used), torch.as_tensor(used, device=self._weights.device)
+            jobs, mask = jobs.take(used), torch.as_tensor(used, device=self._device)
             upload = type(upload)(*(value[mask] for value in upload))
         scalars: dict[str, Tensor] = {}
         vectors: dict[str, Tensor] = {}
@@ -121,28 +134,35 @@ class Replies:
 
     def factor_rows(self, jobs: Jobs) -> Tensor:
         """[2, R]: what every reply's vectors are multiplied with in `mean` and `total`; one row where both agree."""
-        weights, factors, header = self._columns(jobs)
-        discount = self._factor(header)
-        both = torch.stack([factors if discount is None else factors * discount, weights])
-        return both[:1] if torch.equal(both[0], both[1]) else both
+        _, weights, factors, discounts, _ = self._numbers(jobs)
+        factors = factors if discounts is None else factors * discounts
+        same = np.array_equal(factors, weights)
+        return self._there(factors[None] if same else np.stack([factors, weights]))
 
-    def _columns(self, jobs: Jobs) -> tuple[Tensor, Tensor, Header]:
-        """[R] each: fleet weights, aggregation factors before they are divided by their sum, and the header."""
-        device = self._weights.device
-        weights = self._weights[torch.as_tensor(jobs.clients, device=device)]
-        times = torch.as_tensor(jobs.times, device=device, dtype=torch.float64)
-        columns = (jobs.steps, jobs.targets, jobs.lr, jobs.versions + 1, self._version - jobs.versions)
-        header = Header(*(torch.as_tensor(column, device=device, dtype=torch.float64) for column in columns))
-        return weights, times if self._by_weight else times * weights, header
+    def _numbers(self, jobs: Jobs) -> Columns:
+        if self._latest is not None and self._latest[0] is jobs:
+            return self._latest[1]
+        weights, times = self._weights[jobs.clients], jobs.times.astype(np.float64)
+        header = Header(
+            *torch.from_numpy(
+                np.stack([jobs.steps, jobs.targets, jobs.lr, jobs.versions + 1, self._version - jobs.versions])
+            )
+        )
+        discount = self._factor(header)
+        columns = Columns(
+            jobs.clients, weights, times if self._by_weight else times * weights,
+            None if discount is None else discount.numpy(), header,
+        )  # fmt: skip
+        self._latest = jobs, columns
+        return columns
+
+    def _there(self, numbers: np.ndarray) -> Tensor:
+        return torch.as_tensor(numbers, device=self._device)
 
     def add(self, jobs: Jobs, upload: Reduced) -> None:
         """Take in a batch; the jobs are those of the used uploads."""
-        _, factors, header = self._columns(jobs)
-        discount = self._factor(header)
-        self._clients.append(torch.as_tensor(jobs.clients, device=self._weights.device))
-        self._factors.append(factors)
-        self._discounts.append(torch.ones_like(factors) if discount is None else discount)
-        for name, values in (header._asdict() | upload.scalars).items():
+        self._columns.append(self._numbers(jobs))
+        for name, values in upload.scalars.items():
             self._scalars.setdefault(name, []).append(values)
         for name, value in upload.rows.items():
             self._rows.setdefault(name, []).append(value)
@@ -150,32 +170,47 @@ class Replies:
             self._sums[name] = self._sums[name] + more if name in self._sums else more
 
     def __len__(self) -> int:
-        return sum(len(part) for part in self._clients)
+        return sum(len(part.clients) for part in self._columns)
+
+    @property
+    def shares(self) -> np.ndarray:
+        """[R]: the aggregation factors, which sum to one."""
+        factors = np.concatenate([part.factors for part in self._columns])
+        return factors / factors.sum()
+
+    @property
+    def discounts(self) -> np.ndarray:
+        """[R]: the method's own factors."""
+        parts = (np.ones(len(p.clients)) if p.discounts is None else p.discounts for p in self._columns)
+        return np.concatenate(list(parts))
+
+    def header(self, field: str) -> np.ndarray:
+        """[R]: a column of the header."""
+        return np.concatenate([getattr(part.header, field).numpy() for part in self._columns])
 
     @property
     def clients(self) -> Tensor:
         """[R]: who reported."""
-        return torch.cat(self._clients)
+        return self._there(np.concatenate([part.clients for part in self._columns]))
 
     @property
     def factors(self) -> Tensor:
-        """[R]: the aggregation factors, which sum to one."""
-        factors = torch.cat(self._factors)
-        return factors / factors.sum()
+        """[R]: `shares` where the vectors are."""
+        return self._there(self.shares)
 
     @property
-    def discount(self) -> Tensor:
+    def discount(self) -> float:
         """The mean of the method's own factors."""
-        return (self.factors * torch.cat(self._discounts)).sum()
+        return float((self.shares * self.discounts).sum())
 
     @property
     def weights(self) -> Tensor:
         """[R]: the reporters' fleet weights."""
-        return self._weights[self.clients]
+        return self._there(np.concatenate([part.weights for part in self._columns]))
 
     def each(self, field: str) -> Tensor:
         """[R]: a scalar field of every reporter."""
-        return torch.cat(self._scalars[field])
+        return self._there(self.header(field)) if field in Header._fields else torch.cat(self._scalars[field])
 
     def rows(self, field: str) -> Tensor:
         """[R, d]: a vector field of every reporter."""
@@ -184,9 +219,9 @@ class Replies:
     def mean(self, field: str) -> Tensor:
         """Mean of a field by aggregation factors."""
         if field in self._sums:
-            return self._sums[field][0] / float(torch.cat(self._factors).sum())
+            return self._sums[field][0] / sum(float(part.factors.sum()) for part in self._columns)
         values = self.each(field)
-        return ((self.factors * torch.cat(self._discounts)).to(values.dtype) * values).sum()
+        return (self._there(self.shares * self.discounts).to(values.dtype) * values).sum()
 
     def total(self, field: str) -> Tensor:
         """Sum of a field by fleet weights."""

@@ -95,7 +95,7 @@ class RobustReplies(Replies):
         """Robust mean of a field by aggregation factors."""
         if field in Header._fields:
             return super().mean(field)
-        return self._centre(field, self.factors * torch.cat(self._discounts))
+        return self._centre(field, self._there(self.shares * self.discounts))
 
     def total(self, field: str) -> Tensor:
         """Robust sum of a field by fleet weights."""

@@ -53,9 +53,7 @@ class Sampler:
         self.clients = clients
         self.batch_size = batch_size
         self.sampling = sampling
-        device = clients.order.device
-        self._offsets = torch.as_tensor(clients.offsets, device=device)
-        self._sizes = torch.as_tensor(clients.sizes, device=device)
+        self._device = clients.order.device
 
     @property
     def full(self) -> bool:
@@ -74,12 +72,16 @@ class Sampler:
             return [self._replayed(jobs, np.full(len(jobs.clients), step)) for step in range(first, last)]
         if self.sampling == "shuffle":
             return self._shuffled(jobs, keys, first, last)
-        ids = torch.as_tensor(jobs.clients, device=keys.device)
+        return [Indices(step) for step in self.table(jobs, keys, first, last).transpose(0, 1).contiguous()]
+
+    def table(self, jobs: Jobs, keys: Tensor, first: int, last: int) -> Tensor:
+        """[C, steps, B]: the mini-batches of steps first..last-1, drawn with replacement."""
         size = self.batch_size or 0
+        own = np.stack([self.clients.sizes[jobs.clients], self.clients.offsets[jobs.clients]])
+        sizes, offsets = torch.as_tensor(own, device=keys.device)[:, :, None]
         counters = torch.arange(first * size, last * size, device=keys.device)
-        draws = below(fold(keys[:, None], counters), self._sizes[ids, None]) + self._offsets[ids, None]
-        rows = self.clients.order[draws].unflatten(1, (last - first, size))
-        return [Indices(step) for step in rows.transpose(0, 1).contiguous()]
+        draws = below(fold(keys[:, None], counters), sizes) + offsets
+        return self.clients.order[draws].unflatten(1, (last - first, size))
 
     def single(self, jobs: Jobs, keys: Tensor) -> Indices:
         """One mini-batch apart from those of the local steps; in a replay, the one after the last step."""
@@ -122,12 +124,12 @@ class Sampler:
         table = np.zeros((len(lists), counts.max()), dtype=np.int64)
         for row, chosen in enumerate(lists):
             table[row, : len(chosen)] = chosen
-        return Indices(self.clients.order[torch.as_tensor(table, device=self._offsets.device)], counts)
+        return Indices(self.clients.order[torch.as_tensor(table, device=self._device)], counts)
 
     def everything(self, clients: np.ndarray, chunk: int) -> list[Indices]:
         """All local data of some clients, `chunk` examples of each at a time."""
-        sizes, device = self.clients.sizes[clients], self._offsets.device
-        offsets = self._offsets[torch.as_tensor(clients, device=device), None]
+        sizes, device = self.clients.sizes[clients], self._device
+        offsets = torch.as_tensor(self.clients.offsets[clients], device=device)[:, None]
         pieces = []
         for start in range(0, int(sizes.max()), chunk):
             counts = np.clip(sizes - start, 0, chunk)

@@ -21,7 +21,7 @@ from fedstride.algorithm import Algorithm, make
 from fedstride.checkpoint import Folder
 from fedstride.clients import Clients
 from fedstride.descent import Augment, Local
-from fedstride.engine import Plan, Run, play, rates, single_job
+from fedstride.engine import Plan, Run, play, single_job
 from fedstride.errors import FedstrideError
 from fedstride.evaluation import Evaluation, Metric
 from fedstride.guards import Norms
@@ -175,7 +175,7 @@ def simulate(
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, seed, every, evaluate, *limits)
     job = partial(single_job, plan)
     run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline() if timeline else None)
-    rates(plan, 1)
+    plan.rates(1)
     with hired(workers) as pool, _threads(oracle, len(clients)):
         settings, name = (oracle, sampler, local, seed, pace, schedule, job, way), oracle.name
         if pool is None:
@@ -240,7 +240,7 @@ def smoothness(
     oracle = make_oracle("auto", vector, clients, loss)
     everyone, zeros = np.arange(len(clients)), np.zeros(len(clients), dtype=np.int64)
     jobs = Jobs(everyone, zeros, zeros, zeros, zeros, zeros, zeros)
-    keys = job_keys(0, "smoothness", *(torch.as_tensor(column, device=target) for column in jobs[:3]))
+    keys = job_keys(0, "smoothness", *jobs[:3], target)
     work = Work(oracle, Sampler(clients, None, "replacement"), jobs, keys, Local(weight_decay=weight_decay))
     return work.smoothness(vector.x[None])[:, 0]
 

@@ -43,8 +43,7 @@ def train(
     oracle: Oracle, sampler: Sampler, local: Local, seed: int, exchange: Exchange, message: Any, jobs: Jobs, memory: Any
 ) -> Trained:
     """Let some clients, longest jobs first, do their part of an exchange together."""
-    columns = (torch.as_tensor(column, device=oracle.model.x.device) for column in jobs[:3])
-    work = Work(oracle, sampler, jobs, job_keys(seed, exchange.name, *columns), local)
+    work = Work(oracle, sampler, jobs, job_keys(seed, exchange.name, *jobs[:3], oracle.model.x.device), local)
     upload, memory = exchange.client(work, message, memory)
     return Trained(upload, memory, work.train_loss, work.evaluations)
 
@@ -218,14 +217,14 @@ class Simulator:
         """Train jobs together that may start from different models, and keep what they give."""
         message = stacked([self._messages[version] for version in jobs.versions.tolist()], self._oracle.model.x)
         done = self._train(exchange, message, jobs)
+        losses = None if done.train_loss is None else done.train_loss.cpu()
         for row, number in enumerate(numbers):
             # Copies, so that a late result does not keep all of its batch in memory.
             own = [
                 type(part)(*(value[row : row + 1].clone() for value in part)) if part else ()
                 for part in (done.upload, done.memory)
             ]
-            loss = None if done.train_loss is None else done.train_loss[row : row + 1].clone()
-            self._contents[number] = Content(own[0], own[1], loss)
+            self._contents[number] = Content(own[0], own[1], None if losses is None else losses[row : row + 1])
 
     def _hand_over(self, course: Course, arrived: list[tuple[int, float]]) -> Answers:
         """The contents of some jobs as one group of replies."""

@@ -28,12 +28,11 @@ class Work:
     def __init__(self, oracle: Oracle, sampler: Sampler, jobs: Jobs, keys: Tensor, local: Local):
         x = oracle.model.x
         self.jobs = jobs
-        self.steps = torch.as_tensor(jobs.steps, dtype=x.dtype, device=x.device)[:, None]  # [C, 1], steps done
-        self.target = torch.as_tensor(jobs.targets, dtype=x.dtype, device=x.device)[:, None]  # [C, 1], steps asked for
-        self.lr = torch.as_tensor(jobs.lr, dtype=x.dtype, device=x.device)[:, None]  # [C, 1]
-        self.round = (
-            torch.as_tensor(jobs.versions, dtype=x.dtype, device=x.device)[:, None] + 1
-        )  # [C, 1], counted from 1
+        # [C, 1] each: steps done, steps asked for, learning rate, round counted from 1; in one transfer.
+        numbers = np.stack([jobs.steps, jobs.targets, jobs.lr, jobs.versions + 1])
+        self.steps, self.target, self.lr, self.round = torch.as_tensor(numbers, dtype=x.dtype, device=x.device)[
+            ..., None
+        ]
         self.evaluations = np.zeros(len(jobs.clients))  # gradients so far, in mini-batches: what takes time
         self.train_loss: Tensor | None = None  # [C], mean over the steps of the mini-batch loss
         self._oracle, self._sampler, self._keys, self._local = oracle, sampler, keys, local
@@ -166,11 +165,9 @@ class Work:
 
     def _batches(self, jobs: Jobs, keys: Tensor, first: int, last: int) -> list[Indices | Batch]:
         """The mini-batches of some steps; gathered in one go where none is ragged."""
-        steps = self._sampler.batches(jobs, keys, first, last)
-        if any(step.counts is not None for step in steps):
-            return list(steps)
-        rows = torch.stack([step.rows for step in steps])
-        data = self._sampler.clients
+        if self._sampler.sampling != "replacement":
+            return list(self._sampler.batches(jobs, keys, first, last))
+        rows, data = self._sampler.table(jobs, keys, first, last).transpose(0, 1).contiguous(), self._sampler.clients
         return [Batch(*both) for both in zip(data.inputs[rows], data.targets[rows])]
 
     def _pieces(self, jobs: Jobs) -> list[Indices | Batch]:

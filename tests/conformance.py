@@ -188,7 +188,7 @@ def check_batches_differ():
     for version in range(20):
         for purpose in ("train", "gradient"):
             jobs = Jobs(ids, zero + version, zero, zero + 6, zero + 6, zero, zero)
-            keys = job_keys(0, purpose, *(torch.as_tensor(column) for column in jobs[:3]))
+            keys = job_keys(0, purpose, *jobs[:3], torch.device("cpu"))
             for step in sampler.batches(jobs, keys, 0, 6):
                 for row, client in zip(step.rows, ids):
                     assert ((row >= client * 50) & (row < client * 50 + 50)).all()

@@ -544,7 +544,7 @@ def test_only_mini_batches_are_augmented():
     each = (fs.losses.cross_entropy.each, "mean")
     everyone, ones = np.arange(6), np.ones(6, dtype=np.int64)
     jobs = Jobs(everyone, 0 * ones, 0 * ones, ones, ones, 0.1 * ones, ones)
-    keys = job_keys(0, "train", *(torch.as_tensor(column) for column in jobs[:3]))
+    keys = job_keys(0, "train", *jobs[:3], torch.device("cpu"))
     x = vector.x[None]
 
     def work(augment):

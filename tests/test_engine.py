@@ -222,7 +222,7 @@ def test_upload_fields_may_not_shadow_the_header():
         steps: torch.Tensor
 
     ones = np.ones(2, dtype=np.int64)
-    replies = Replies(torch.full((2,), 0.5, dtype=torch.float64), 3, False, False)
+    replies = Replies(np.full(2, 0.5), 3, False, False)
     with pytest.raises(fs.FedstrideError, match="must not be called 'steps'"):
         add(replies, Jobs(np.arange(2), ones, ones, ones, ones, ones, ones), Bad(torch.ones(2, 1)))
 

@@ -297,7 +297,7 @@ def test_the_breakdown_point_is_a_share_of_the_weight(share, weight, holds):
 def test_a_discount_is_a_weight():
     """FedAsync's model is kept when all clients send it back, however old and however unevenly discounted."""
     method = fs.algorithms.FedAsync(exponent=1.0)
-    weights = torch.full((4,), 0.25, dtype=torch.float64)
+    weights = np.full(4, 0.25)
     x = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
     columns = np.array([[0, 0], [1, 3], [2, 4], [3, 5]]).T
     zeros, ones = np.zeros(4, dtype=np.int64), np.ones(4, dtype=np.int64)

@@ -407,7 +407,7 @@ class TestFedVeca:
         fleet = fs.clients.Fleet(torch.full((n,), 1 / n, dtype=torch.float64), torch.ones(n, dtype=torch.int64))
         state = method.init(x, fleet)._replace(k=1, gradient=x)
         ones, column = np.ones(n, dtype=np.int64), torch.ones(n, 1, dtype=torch.float64)
-        replies = Replies(fleet.weights, 3, False, False)
+        replies = Replies(fleet.weights.numpy(), 3, False, False)
         from fedstride.algorithms.fedveca import Upload
 
         upload = Upload(x.repeat(n, 1), x.repeat(n, 1), column, column, torch.as_tensor(ratios)[:, None])

@@ -30,7 +30,9 @@ FULL = fs.participation.full()
 def replies(uploads, rule, share=1.0, secret=7, version=0):
     count = len(uploads)
     zeros, ones = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.int64)
-    made = PrivateReplies(rule, share, secret, WEIGHTS, uploads.shape[1], False, False, version, lambda header: None)
+    made = PrivateReplies(
+        rule, share, secret, WEIGHTS.numpy(), uploads.shape[1], False, False, version, lambda header: None
+    )
     add(made, Jobs(np.arange(count), zeros, zeros, ones, ones, ones * 0.1, ones), Delta(uploads))
     return made
 
@@ -279,14 +281,14 @@ def test_without_the_library_one_sentence_says_so(monkeypatch):
 
 def test_absent_clients_of_a_private_run_are_drawn_like_the_others():
     """The accountant counts on a draw from the whole fleet, so who is away must not raise the others' chances."""
-    fleet = SimpleNamespace(weights=torch.full((10,), 0.1, dtype=torch.float64))
+    weights = np.full(10, 0.1)
     here = np.array([1, 2, 3, 8])
-    plan = SimpleNamespace(fleet=fleet, present=here, secret=4, participation=fs.participation.uniform(5))
+    plan = SimpleNamespace(weights=weights, present=here, secret=4, participation=fs.participation.uniform(5))
     sizes = []
     for number in range(1, 200):
         plan.privacy = Gaussian(1.0, 1.0)
         drawn = Plan.cohort(plan, number).clients
-        everybody = plan.participation.draw(generator(4, "cohort", number), fleet.weights.numpy(), number).clients
+        everybody = plan.participation.draw(generator(4, "cohort", number), weights, number).clients
         assert drawn.tolist() == [client for client in everybody if client in here]
         sizes.append(len(drawn))
     assert min(sizes) < 2 and np.mean(sizes) == pytest.approx(2, abs=0.2)

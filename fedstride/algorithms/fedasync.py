@@ -60,5 +60,5 @@ class FedAsync(Algorithm):
         return Local(work.descend(msg.x, lambda g, y, x: g + self.rho * (y - x), rows=(msg.x,))), memory
 
     def server(self, state, replies):
-        kept = 1 - self.mixing * float(replies.discount)
+        kept = 1 - self.mixing * replies.discount
         return Params(kept * state.x + self.mixing * replies.mean("y"))

@@ -122,7 +122,7 @@ class Node:
             self.client, header["version"], header["repeat"], header["target"], steps, header["lr"], 1
         )))  # fmt: skip
         device = self.vector.x.device
-        keys = job_keys(self.seed, exchange.name, *(torch.as_tensor(column, device=device) for column in jobs[:3]))
+        keys = job_keys(self.seed, exchange.name, *jobs[:3], device)
         work = Work(self.oracle, self.sampler, jobs._replace(clients=np.zeros(1, dtype=np.int64)), keys, self.local)
         upload, new = exchange.client(work, wire.rows(fields, self.vector.x, kind), mine)
         memory.put(job_name(header), new)

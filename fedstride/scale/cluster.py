@@ -50,7 +50,7 @@ def connect(
     brief = Brief(
         secrets.token_hex(8), plan.algorithm, model, x.dtype, device, backend, loss,
         (oracle.each, oracle.reduction) if oracle.each else None, oracle.model.mixes_examples, ray.put(arrays),
-        clients.sizes, sampler.batch_size, sampler.sampling, local, plan.fleet.weights.cpu().numpy(), plan.seed, chunk,
+        clients.sizes, sampler.batch_size, sampler.sampling, local, plan.weights, plan.seed, chunk,
     )  # fmt: skip
     team = Team(pool, brief, len(clients))
     return Cluster(team, plan, oracle, sampler, local, *rest, team.chunk), team.backend
@@ -63,7 +63,7 @@ class Cluster(Simulator):
         method = plan.algorithm
         super().__init__(method, *settings)
         self._team, self._method = team, method
-        self._weights, self._by_weight = plan.fleet.weights, plan.participation.by_weight
+        self._weights, self._by_weight = plan.weights, plan.participation.by_weight
         x = self._oracle.model.x
         self._device, self._d = x.device, len(x)
         self.memories: Any = Shelf(method.init_client(x), x.device)
@@ -151,8 +151,9 @@ class Cluster(Simulator):
         if not chosen:
             return Reduced(used, size, {}, {}, {}), memory
         replies = Replies(
-            self._weights, self._d, self._by_weight, self._method.needs_rows, self._version, self._method.factor
-        )
+            self._weights, self._d, self._by_weight, self._method.needs_rows, self._version, self._method.factor,
+            self._device,
+        )  # fmt: skip
         factors, places = replies.factor_rows(jobs.take(used)), [content.upload for content in chosen]
         if self._method.needs_rows:
             rows = {name: torch.from_numpy(table).to(self._device) for name, table in fetch(places).items()}

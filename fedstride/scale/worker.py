@@ -191,7 +191,6 @@ class Worker:
         self._oracle = build_oracle(brief.backend, vector, len(host), brief.loss, brief.each, *examples)
         self._chunk = brief.chunk or max(1, room(vector.x) // sharing)
         self._memory = as_rows(brief.method.init_client(vector.x))
-        self._weights = torch.as_tensor(brief.weights, device=device)
         self._sampler = Sampler(self._clients, brief.batch_size, brief.sampling)
         self._brief = brief
         return self._oracle.name, self._chunk
@@ -209,8 +208,9 @@ class Worker:
         messages = [unpacked(message, device) for message in objects[:models]]
         version = 0 if request.keep else int(jobs.versions[0])
         replies = Replies(
-            self._weights, len(self._oracle.model.x), request.by_weight, method.needs_rows, version, method.factor
-        )
+            brief.weights, len(self._oracle.model.x), request.by_weight, method.needs_rows, version, method.factor,
+            device,
+        )  # fmt: skip
         parts, uploads, memories, losses, evaluations, places = [], [], [], [], [], []
         for first in range(0, len(jobs.clients), self._chunk):
             rows = slice(first, first + self._chunk)
