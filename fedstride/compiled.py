@@ -12,8 +12,10 @@ passes over all data go as in `graph`; so does what cannot be compiled, with a w
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +67,7 @@ class Program:
         """Take a cohort's tensors in."""
         for held, value in zip((self._keys, *self._blocks), (keys, *self._layout.cut(leaves))):
             held[: len(value)].copy_(value)
-        self._ended = [torch.empty_like(held[: len(keys)]) for held in self._blocks]
+        self._ended: list[Tensor] = []
 
     def draw(self, rows: Tensor, first: int) -> None:
         """The batches [C, steps, B] from some step on."""
@@ -75,11 +77,15 @@ class Program:
 
     def end(self, first: int, last: int) -> None:
         """Some clients have done their steps; from now on their rows may be used as padding."""
+        self._ended = self._ended or [torch.empty_like(held[:last]) for held in self._blocks]
         for held, kept in zip(self._blocks, self._ended):
             kept[first:last].copy_(held[first:last])
 
-    def moved(self) -> Moving:
-        """The cohort as the steps have left it."""
+    def moved(self, at_work: int) -> Moving:
+        """The cohort as the steps have left it, of which so many were at work to the end."""
+        if not self._ended:
+            return self._layout.joined([held[:at_work] for held in self._blocks])
+        self.end(0, at_work)
         return self._layout.joined(self._ended)
 
     def advance(self, active: int) -> None:
@@ -196,7 +202,8 @@ class Layout:
         return (list(islice(rest, len(self.sizes) if wide else 1)) for wide in self._wide)
 
 
-class Request(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Request:
     """A cohort that wants to do its local steps."""
 
     sampler: Sampler
@@ -206,7 +213,7 @@ class Request(NamedTuple):
     direction: Callable | None
     local: Local
 
-    @property
+    @cached_property
     def kind(self) -> tuple | None:
         """Cohorts of the same kind can be one; None: it cannot be compiled."""
         code = identity(self.direction)
@@ -240,27 +247,28 @@ class Compiled(Graph):
         """All local steps of cohorts of the same kind, as one cohort; False: nothing was done."""
         if not self._compiles:
             return False
-        sampler, _, _, at, direction, local = requests[0]
+        first = requests[0]
+        sampler, at, direction, local = first.sampler, first.at, first.direction, first.local
         several = len(requests) > 1
         form = trees.tree_structure(at)
         size, data = sampler.batch_size or 0, (sampler.clients.inputs, sampler.clients.targets)
         counts = [len(request.jobs.steps) for request in requests]
         steps = np.concatenate([request.jobs.steps for request in requests])
         order = np.argsort(-steps, kind="stable")
-        sort = torch.as_tensor(order, device=at.y.device)
+        sort = torch.as_tensor(order, device=at.y.device) if (np.diff(order) < 0).any() else None
 
         def joined(parts: list[Tensor]) -> Tensor:
             """The rows of all cohorts, longest first; what a cohort's clients share is repeated for each."""
             rows = [p if len(p) == n else p.expand(n, *p.shape[1:]) for p, n in zip(parts, counts)]
-            return torch.cat(rows)[sort]
+            return torch.cat(rows) if sort is None else torch.cat(rows)[sort]
 
         if several:
             leaves = [joined(list(parts)) for parts in zip(*(trees.tree_leaves(request.at) for request in requests))]
             keys = joined([request.keys for request in requests])
         else:
-            leaves, keys = trees.tree_leaves(at), requests[0].keys
+            leaves, keys = trees.tree_leaves(at), first.keys
         per_client = tuple(leaf.dim() > 0 and len(leaf) == len(steps) for leaf in leaves)
-        name = (*(requests[0].kind or ()), per_client)
+        name = (*(first.kind or ()), per_client)
         program = self._programs.get(name)
         if program is None or program.capacity < len(steps):
             whole = not pointwise(direction, local, at)
@@ -275,7 +283,7 @@ class Compiled(Graph):
                 program.end(wanted, at_work)
                 at_work = wanted
             if k % slab == 0:
-                drawn = [own.table(jobs, key, k, min(last, k + slab)) for own, jobs, key, *_ in requests]
+                drawn = [one.sampler.table(one.jobs, one.keys, k, min(last, k + slab)) for one in requests]
                 program.draw(joined(drawn) if several else drawn[0], k)
             try:
                 program.advance(wanted)
@@ -284,12 +292,11 @@ class Compiled(Graph):
                 reason = str(error).splitlines()[0]
                 warnings.warn(f"the model cannot be compiled, `graph` goes on: {reason}", stacklevel=2)
                 return False
-        program.end(0, at_work)
-        moved = trees.tree_leaves(program.moved())
-        if several:
+        moved = trees.tree_leaves(program.moved(at_work))
+        if sort is not None:
             moved = [leaf[sort.argsort()] for leaf in moved]
-        for first, request in zip(np.cumsum([0, *counts]), requests):
-            ours = [leaf[first : first + len(request.keys)] if several else leaf for leaf in moved]
+        for start, request in zip(np.cumsum([0, *counts]), requests):
+            ours = [leaf[start : start + len(request.keys)] if several else leaf for leaf in moved]
             mine = trees.tree_unflatten(ours, form)
             kept, new = ((one.y, one.losses, *trees.tree_leaves(one.carry)) for one in (request.at, mine))
             for old, value in zip(kept, new):

@@ -7,9 +7,10 @@ cohort. Rows do not know of each other, so every run gives what it gives alone, 
 
 import copy
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedstride import inputs
 from fedstride.compiled import Compiled, Request
@@ -32,14 +33,22 @@ def able(experiments: "Iterable[Experiment]") -> bool:
     )
 
 
+class Waiting(NamedTuple):
+    """A run that has come to its local steps."""
+
+    oracle: Compiled
+    request: Request
+    turn: threading.Event
+    result: list[Any]
+
+
 class Together:
     """The place where runs meet; give it to each as its `backend`."""
 
     def __init__(self, rows: int | None = None):
         self._rows = rows  # clients in one batch at most
-        self._turn = threading.Lock()  # who holds it works
-        self._waiting: list[tuple[Compiled, Request, threading.Event, list[Any]]] = []
-        self._alive = 0
+        self._ready: deque[threading.Event] = deque()  # whose turn comes next; one run works at a time
+        self._waiting: list[Waiting] = []
         self._oracles: dict[tuple, Compiled] = {}
         # Recording needs the libraries' handles that running has made, and these belong to a thread.
         self._worker = ThreadPoolExecutor(1)
@@ -48,20 +57,21 @@ class Together:
         """Do all of them; an error of one is raised when the others are over."""
         results: list[Any] = [None] * len(works)
         errors: list[BaseException] = []
-        self._alive = len(works)
 
-        def work(number: int) -> None:
-            with self._turn:
-                try:
-                    results[number] = works[number]()
-                except BaseException as error:
-                    errors.append(error)
-                self._alive -= 1
-                self._descend_if_all_wait()
+        def work(number: int, turn: threading.Event) -> None:
+            turn.wait()
+            try:
+                results[number] = works[number]()
+            except BaseException as error:
+                errors.append(error)
+            self._hand_on()
 
-        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(works))]
+        turns = [threading.Event() for _ in works]
+        threads = [threading.Thread(target=work, args=both, daemon=True) for both in enumerate(turns)]
+        self._ready.extend(turns)
         for thread in threads:
             thread.start()
+        self._hand_on()
         for thread in threads:
             thread.join()
         if errors:
@@ -83,48 +93,48 @@ class Together:
         """Do the steps with those of the others; False if they cannot be done in one."""
         if request.kind is None:
             return False
-        done = threading.Event()
-        result: list[Any] = [False]
-        self._waiting.append((oracle, request, done, result))
-        if not self._descend_if_all_wait():
-            self._turn.release()
-            done.wait()
-            self._turn.acquire()
-        if isinstance(result[0], BaseException):
-            raise result[0]
-        return result[0]
+        mine = Waiting(oracle, request, threading.Event(), [False])
+        self._waiting.append(mine)
+        self._hand_on()
+        mine.turn.wait()
+        if isinstance(mine.result[0], BaseException):
+            raise mine.result[0]
+        return mine.result[0]
 
-    def _descend_if_all_wait(self) -> bool:
-        if not self._waiting or len(self._waiting) < self._alive:
-            return False
+    def _hand_on(self) -> None:
+        """Let the next run work; once all wait, do their steps first."""
+        if not self._ready and self._waiting:
+            self._descend()
+        if self._ready:
+            self._ready.popleft().set()
+
+    def _descend(self) -> None:
         waiting, self._waiting = self._waiting, []
-        groups: dict[tuple, list] = {}
+        groups: dict[tuple, list[Waiting]] = {}
         for one in waiting:
-            groups.setdefault((id(one[0]), one[1].kind), []).append(one)
+            groups.setdefault((id(one.oracle), one.request.kind), []).append(one)
         for group in groups.values():
-            oracle = group[0][0]
+            oracle = group[0].oracle
             for part in self._parts(group, self._rows or room(oracle.model.x)):
                 held: bool | BaseException
                 try:
-                    asked = [request for _, request, _, _ in part]
+                    asked = [one.request for one in part]
                     held = self._worker.submit(oracle.descend_all, asked).result()
                 except BaseException as error:  # it belongs to all of them, whoever does the work
                     held = error
-                for _, _, _, result in part:
-                    result[0] = held
-        for _, _, done, _ in waiting:
-            done.set()
-        return True
+                for one in part:
+                    one.result[0] = held
+        self._ready.extend(one.turn for one in waiting)
 
     @staticmethod
-    def _parts(group: list, rows: int) -> list[list]:
+    def _parts(group: list[Waiting], rows: int) -> list[list[Waiting]]:
         """As many requests at a time as fit."""
-        parts: list[list] = [[]]
+        parts: list[list[Waiting]] = [[]]
         count = 0
         for one in group:
-            count += len(one[1].keys)
+            count += len(one.request.keys)
             if parts[-1] and count > rows:
                 parts.append([])
-                count = len(one[1].keys)
+                count = len(one.request.keys)
             parts[-1].append(one)
         return parts

@@ -7,7 +7,7 @@ import torch
 from problems import digits
 
 import fedstride as fs
-from fedstride import study
+from fedstride import study, together
 
 OPTIONS = dict(batch_size=4, dtype=torch.float64, rounds=3, lr=0.1, steps=[1, 4, 2, 5, 3, 1])
 
@@ -76,18 +76,18 @@ def test_large_groups_are_cut():
         def __init__(self, rows):
             self.keys = [0] * rows
 
-    group = [(None, Ask(rows), None, None) for rows in (3, 3, 3, 9, 1)]
+    group = [together.Waiting(None, Ask(rows), None, None) for rows in (3, 3, 3, 9, 1)]
     parts = fs.Together._parts(group, 6)
-    assert [[len(one[1].keys) for one in part] for part in parts] == [[3, 3], [3], [9], [1]]
+    assert [[len(one.request.keys) for one in part] for part in parts] == [[3, 3], [3], [9], [1]]
 
 
 def test_a_study_does_its_runs_together(tmp_path, monkeypatch, uncompiled):
     planned = study.Study({"rounds": 2, "partition": {"name": "iid", "clients": 4}}, methods=["fedavg"], seeds=3)
     alone = planned.play(tmp_path / "alone")
     monkeypatch.setattr(study, "able", lambda experiments: True)
-    together = planned.play(tmp_path / "together")
-    assert list(together) == list(alone)
-    for one, other in zip(together["fedavg"], alone["fedavg"]):
+    joint = planned.play(tmp_path / "together")
+    assert list(joint) == list(alone)
+    for one, other in zip(joint["fedavg"], alone["fedavg"]):
         assert one.seed == other.seed
         for row, like in zip(one.rows, other.rows):
             assert row == pytest.approx(like, rel=1e-4)
