@@ -353,6 +353,12 @@ class Experiment(BaseModel):
         count = None if part is None else part.options.get("clients")
         return None if count is None else inputs.whole("clients", count)
 
+    @property
+    def cohort(self) -> int | None:
+        """How many clients train at a time, where that is known beforehand."""
+        drawn = self.participation.options.get("n") if self.participation else None
+        return self._count() if drawn is None else inputs.whole("n", drawn)
+
     def _model_options(self, shape: tuple[int, ...], classes: int) -> dict[str, Any]:
         """The model's own options, the seed of the run, and what the data say about shapes."""
         known = inspect.signature(models.BUILDERS[self.model.name]).parameters

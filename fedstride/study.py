@@ -27,7 +27,7 @@ from fedstride.results import Result
 from fedstride.scale.pool import Pool, hired
 from fedstride.simulate import simulate
 from fedstride.statistics import Run
-from fedstride.together import RUNS, Together, able
+from fedstride.together import Together, able, several
 
 RESERVED = ("study.toml", "report.html", "figures", "table.csv", "table.parquet", "tensorboard")
 
@@ -189,7 +189,7 @@ class Study:
         with hired(workers if missing else None) as pool:
             plans = iter(self.plans)
             if together:
-                together.play([partial(complete, plans, None)] * RUNS)
+                together.play([partial(complete, plans, None)] * several(plan.experiment for plan in missing))
             elif pool is not None:
                 from fedstride.scale.side import side_by_side  # needs Ray
 

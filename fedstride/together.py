@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from fedstride.experiment import Experiment
 
 
-RUNS = 16  # side by side, where nobody says how many
+RUNS = 16  # side by side, at most
+FILLED = 256  # clients in one batch; more hardly make it quicker, and all runs end later
 
 
 def able(experiments: "Iterable[Experiment]") -> bool:
@@ -31,6 +32,12 @@ def able(experiments: "Iterable[Experiment]") -> bool:
     return len(runs) > 1 and all(
         run.backend in ("auto", "compiled") and inputs.device(run.device).type == "cuda" for run in runs
     )
+
+
+def several(experiments: "Iterable[Experiment]") -> int:
+    """How many runs to do side by side, where nobody says it: as many as fill a batch."""
+    smallest = min((run.cohort or 1 for run in experiments), default=1)
+    return max(1, min(RUNS, -(-FILLED // smallest)))
 
 
 class Waiting(NamedTuple):

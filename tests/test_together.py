@@ -91,3 +91,12 @@ def test_a_study_does_its_runs_together(tmp_path, monkeypatch, uncompiled):
         assert one.seed == other.seed
         for row, like in zip(one.rows, other.rows):
             assert row == pytest.approx(like, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "clients, participation, number",
+    [(4, None, 16), (20, None, 13), (100, {"name": "uniform", "n": 10}, 16), (300, None, 1)],
+)
+def test_so_many_runs_as_fill_a_batch(clients, participation, number):
+    run = fs.Experiment(partition={"name": "iid", "clients": clients}, participation=participation)
+    assert together.several([run, run]) == number

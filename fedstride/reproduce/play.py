@@ -19,7 +19,7 @@ from fedstride.reproduce.items import Cell, Item
 from fedstride.reproduce.store import Found, points
 from fedstride.scale.pool import Pool, hired
 from fedstride.statistics import Run
-from fedstride.together import RUNS, Together, able
+from fedstride.together import Together, able, several
 
 Watch = Callable[[str, Experiment, dict[str, Any]], None]
 
@@ -65,8 +65,9 @@ def play(
             if pool is not None:
                 _spread(found, folder.absolute(), seeds, watch, pool)
         return found
-    if jobs != 1 and able(task.experiment for task in missing(found, seeds)):
-        _together(found, folder, seeds, watch, jobs or RUNS)
+    planned = [task.experiment for task in missing(found, seeds)]
+    if jobs != 1 and able(planned):
+        _together(found, folder, seeds, watch, jobs or several(planned))
         return found
     if jobs and jobs > 1:
         _side_by_side(found, folder, seeds, watch, jobs)
