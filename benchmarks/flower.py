@@ -24,7 +24,7 @@ def train(message: Message, context: Context) -> Message:
     job = work.read(str(config["folder"]))  # once a process
     module = job.module()
     module.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
-    work.train(module, job.batches(cast(int, config["user"])))
+    work.train(module, job, cast(int, config["user"]))
     answer = RecordDict()
     answer["arrays"], answer["metrics"] = ArrayRecord(module.state_dict()), MetricRecord({"num-examples": 1})
     return Message(answer, reply_to=message)

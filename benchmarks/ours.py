@@ -28,7 +28,7 @@ def main(folder: str, device: str, backend: str, sampling: str) -> None:
 
     def lr(round: int) -> float:
         begun.append(time.time())  # once a round, the first time before it begins
-        return work.LR
+        return job.lr
 
     def after(row: dict) -> None:
         if device == "cuda":
@@ -38,7 +38,7 @@ def main(folder: str, device: str, backend: str, sampling: str) -> None:
     result = fs.simulate(
         "fedavg", job.module(), clients, rounds=len(job.cohorts), lr=lr, steps=job.steps, batch_size=work.BATCH,
         sampling=replay if sampling == "replay" else sampling, participation=job.cohorts,
-        device=device, backend=backend, progress=after,
+        device=device, backend=backend, progress=after, dtype=job.x.dtype,
     )  # fmt: skip
     work.finish(folder, [begun[0], *times], result.model)
 

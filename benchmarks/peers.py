@@ -3,11 +3,14 @@
 usage: peers.py [--pfl PYTHON] [--models logistic,mlp,cnn,cifar] [--cohorts 10,30,100] [--turns 3]
                 [--device cpu] [--backends auto] [--pictures FOLDER]
 
-Data, first weights, cohorts, steps and batches are the same for all (work.py); the final weights of all rounds are
-compared with the plain loop's before a time is believed. The plain loop and every process of a peer have one thread.
-Contenders take turns, because machines drift; figures are medians over the rounds of all turns, the first round of each
-left out. PYTHON is the interpreter of an environment with torch and `pfl[pytorch]==0.6.0`. With `--device cuda` it is
-ours (backends vmap,graph,compiled) and the plain loop.
+Data, first weights, cohorts, steps and batches are the same for all (work.py); before a time is believed, the final
+weights of all rounds are compared with the plain loop's, in a run of their own in float64 and small steps. With the
+steps that are timed, float32 takes two orders of summing percents apart on the CNN, and the plain loop as far from its
+own result in float64. pfl rounds to float32 in any case, which the tolerance allows for.
+
+The plain loop and every process of a peer have one thread. Contenders take turns, because machines drift; figures are
+medians over the rounds of all turns, the first round of each left out. PYTHON is the interpreter of an environment with
+torch and `pfl[pytorch]==0.6.0`. With `--device cuda` it is ours (backends vmap,graph,compiled) and the plain loop.
 """
 
 import argparse
@@ -30,7 +33,7 @@ import work
 HERE = Path(__file__).parent
 STEPS = {"logistic": 20, "mlp": 10, "cnn": 5, "cifar": 5}
 ROUNDS = {"logistic": 11, "mlp": 8, "cnn": 6, "cifar": 6}
-TOLERANCE = 1e-4  # the largest difference between final weights, as a share of the largest distance any of them moved
+TOLERANCE = 1e-3  # the largest difference between final weights, as a share of the largest distance any of them moved
 
 
 class Case(NamedTuple):
@@ -131,10 +134,11 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Figures]:
             for name, command in commands.items():
                 print(f"{case.model} {case.cohort} turn {turn + 1}: {name}", file=sys.stderr, flush=True)
                 turns[name].append(play(command, folder))
-        final = {name: done[0].x for name, done in turns.items()}
-        for name, command in commands.items():
-            if name.startswith("ours"):  # the peers' batches, for the weights alone
-                final[name] = play([*command[:-1], "replay"], folder).x
+        work.make_comparable(Path(folder))
+        final = {  # ours with the peers' batches, for the weights alone
+            name: play([*command[:-1], "replay"] if name.startswith("ours") else command, folder).x
+            for name, command in commands.items()
+        }
         reference, moved = final["plain loop"], np.abs(final["plain loop"] - np.load(Path(folder, "x.npy"))).max()
     figures = {}
     for name, done in turns.items():

@@ -74,7 +74,7 @@ def main(folder: str) -> None:
         backend=SimulatedBackend(FederatedDataset(users.__getitem__, lambda: next(order)), val_data=None),
         model=model,
         model_train_params=NNTrainHyperParams(
-            local_num_epochs=1, local_learning_rate=work.LR, local_batch_size=work.BATCH
+            local_num_epochs=1, local_learning_rate=job.lr, local_batch_size=work.BATCH
         ),
         model_eval_params=None,
         callbacks=[watch],

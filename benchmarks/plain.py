@@ -16,7 +16,7 @@ def main(folder: str, device: str) -> None:
         total = [torch.zeros_like(parameter) for parameter in module.parameters()]
         for user in cohort:
             local.load_state_dict(module.state_dict())
-            work.train(local, job.batches(user))
+            work.train(local, job, user)
             with torch.no_grad():
                 torch._foreach_add_(total, list(local.parameters()))
         with torch.no_grad():

@@ -16,7 +16,7 @@ from models import NETWORKS
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-BATCH, LR = 10, 0.05
+BATCH = 10
 
 
 class Work(NamedTuple):
@@ -25,13 +25,14 @@ class Work(NamedTuple):
     model: str
     steps: int
     cohorts: list[list[int]]  # one a round
+    lr: float
     inputs: Tensor  # [users, steps * BATCH, ...]
     targets: Tensor  # [users, steps * BATCH]
     x: Tensor  # first weights
 
     def module(self) -> nn.Module:
         """The network with the first weights."""
-        module = NETWORKS[self.model]().to(self.x.device)
+        module = NETWORKS[self.model]().to(self.x)
         vector_to_parameters(self.x.clone(), module.parameters())
         return module
 
@@ -49,22 +50,31 @@ def write(folder: Path, model: str, users: int, cohort: int, steps: int, rounds:
     torch.manual_seed(0)
     np.save(folder / "x.npy", flat(NETWORKS[model]()))
     cohorts = [rng.choice(users, cohort, replace=False).tolist() for _ in range(rounds)]
-    (folder / "work.json").write_text(json.dumps({"model": model, "steps": steps, "cohorts": cohorts}))
+    told = {"model": model, "steps": steps, "cohorts": cohorts, "lr": 0.05, "dtype": "float32"}
+    (folder / "work.json").write_text(json.dumps(told))
+
+
+def make_comparable(folder: Path) -> None:
+    """From now on the work is to be done in float64 and in small steps, so that the order of summing hardly matters."""
+    path = folder / "work.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lr": 1e-3, "dtype": "float64"}))
 
 
 @cache
 def read(folder: str, device: str = "cpu") -> Work:
     """The work in a folder; the data stay in their files until they are touched."""
     named = json.loads(Path(folder, "work.json").read_text())
+    dtype = getattr(torch, named.pop("dtype"))
     for name in ("inputs", "targets", "x"):
-        named[name] = torch.from_numpy(np.load(Path(folder, f"{name}.npy"), mmap_mode="c")).to(device)
+        array = torch.from_numpy(np.load(Path(folder, f"{name}.npy"), mmap_mode="c"))
+        named[name] = array.to(device, dtype if array.is_floating_point() else array.dtype)
     return Work(**named)
 
 
-def train(module: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+def train(module: nn.Module, job: Work, user: int) -> None:
     """One user's local steps in plain PyTorch."""
-    optimiser = torch.optim.SGD(module.parameters(), lr=LR)
-    for inputs, targets in batches:
+    optimiser = torch.optim.SGD(module.parameters(), lr=job.lr)
+    for inputs, targets in job.batches(user):
         optimiser.zero_grad()
         nn.functional.cross_entropy(module(inputs), targets).backward()
         optimiser.step()
