@@ -38,3 +38,13 @@ def draw(folder: Path, rates: dict[tuple[str, int], dict[str, float]]) -> None:
     axes[0, 0].set_ylabel("client-steps per second")
     axes[0, -1].legend(fontsize=7)
     figure.savefig(folder / "cohorts.png", dpi=110)
+
+
+def fleets(path: Path, clients: np.ndarray, milliseconds: np.ndarray, megabytes: np.ndarray) -> None:
+    """A round and the process's memory against the size of the fleet."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
+    for axis, values, label in zip(axes, (milliseconds, megabytes), ("a round, ms", "memory of the process, MiB")):
+        axis.plot(clients, values, marker="o")
+        axis.set(xscale="log", xlabel="clients in the fleet, 50 in a round", ylabel=label, ylim=(0, 1.3 * values.max()))
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)

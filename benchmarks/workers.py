@@ -3,8 +3,8 @@
     python benchmarks/workers.py
 
 Overhead: FedAvg on a model of 5 MiB, 100 clients, one step on a single example each, two workers. The slowest worker
-says how long it has trained and summed; what a round takes beyond that is the message, the sums, their way through
-Ray's object store, and the engine. The in-process engine is measured in the same way; the difference is the overhead.
+says how long it has trained, checked and summed; what a round takes beyond that is the message, the sums, their way
+through Ray's object store, and the engine. The in-process engine is measured alike; the difference is the overhead.
 Speed: the 784-400-10 MLP, 100 clients, 10 steps, batch 10, with one single-thread worker and with two; they take turns,
 because machines drift. Startup is from `fs.Pool(2)` to two workers that answer.
 """
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,11 +26,12 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from models import NETWORKS
 
 import fedstride as fs
+from fedstride import guards
 from fedstride.replies import Replies
 from fedstride.scale.team import Team
 from fedstride.simulator import Simulator
 
-PLACES: list[tuple[type, str]] = [(Team, "share"), (Simulator, "_train"), (Replies, "reduce")]
+PLACES: list[tuple[Any, str]] = [(Team, "share"), (Simulator, "_train"), (Replies, "reduce"), (guards, "finite")]
 TURNS, ROUNDS = 3, 8
 
 
@@ -48,12 +50,11 @@ class Stopwatch:
         self.training: list[float] = []
         self._before = 0.0
 
-    def lr(self, round: int) -> float:
-        """Asked once a round; the first time, the run is only checked."""
+    def after(self, row: dict) -> None:
+        """A round is over."""
         now = time.perf_counter()
         self.rounds.append(now - self._before)
         self._before = now
-        return 0.05
 
     def __enter__(self) -> "Stopwatch":
         self._saved = [(kind, name, getattr(kind, name)) for kind, name in PLACES]
@@ -83,18 +84,18 @@ class Stopwatch:
     @property
     def round(self) -> float:
         """Seconds of the median round; the first few are left out."""
-        return statistics.median(self.rounds[4:])
+        return statistics.median(self.rounds[2:])
 
     @property
     def beyond(self) -> float:
         """Seconds of the median round that are not training."""
-        return statistics.median(a - b for a, b in zip(self.rounds[4:], self.training[2:]))
+        return statistics.median(a - b for a, b in zip(self.rounds[2:], self.training[2:]))
 
 
 def measured(model: nn.Module, clients: fs.Clients, steps: int, batch: int, workers: fs.Pool | None) -> Stopwatch:
     with Stopwatch() as watch:
-        fs.simulate("fedavg", model, clients, rounds=ROUNDS + 3, steps=steps, batch_size=batch, lr=watch.lr,
-                    backend="sequential", device="cpu", chunk=100, workers=workers)  # fmt: skip
+        fs.simulate("fedavg", model, clients, rounds=ROUNDS + 2, steps=steps, batch_size=batch, lr=0.05,
+                    backend="sequential", device="cpu", chunk=100, workers=workers, progress=watch.after)  # fmt: skip
     return watch
 
 

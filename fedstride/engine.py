@@ -114,15 +114,15 @@ class Plan:
 
     def cohort(self, number: int) -> Cohort:
         """Who takes part in a round, drawn from those who are there; in a private run from all, as is accounted for."""
-        weights = self.weights
-        here = np.arange(len(weights)) if self.present is None else self.present
-        rng = generator(self.secret, "cohort", number)
+        rng, here = generator(self.secret, "cohort", number), self.present
+        if here is None:
+            return self.participation.draw(rng, self.weights, number)
         if self.privacy is not None:
-            drawn = self.participation.draw(rng, weights, number)
+            drawn = self.participation.draw(rng, self.weights, number)
             there = np.isin(drawn.clients, here)
             return drawn._replace(clients=drawn.clients[there], times=drawn.times[there])
-        drawn = self.participation.draw(rng, weights[here], number)
-        return drawn if self.present is None else drawn._replace(clients=here[drawn.clients])
+        drawn = self.participation.draw(rng, self.weights[here], number)
+        return drawn._replace(clients=here[drawn.clients])
 
     @property
     def deadline(self) -> Deadline | None:
