@@ -5,8 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
+from fedstride.choices import CHOICES, known_options
 from fedstride.errors import FedstrideError
-from fedstride.experiment import CHOICES, Experiment, known_options, read_toml
+from fedstride.experiment import Experiment, read_toml
 from fedstride.study import override, parse_override
 
 Items = Annotated[

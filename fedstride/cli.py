@@ -14,9 +14,9 @@ from rich.table import Table
 
 from fedstride import __version__
 from fedstride.arguments import Items, description, method
+from fedstride.choices import CHOICES
 from fedstride.deploy import cli as deploy
 from fedstride.errors import FedstrideError, unknown
-from fedstride.experiment import CHOICES
 from fedstride.scale import Pool
 from fedstride.statistics import Run
 from fedstride.study import Planned, Study, parse_override

@@ -30,7 +30,7 @@ from fedstride.steps import Steps
 from fedstride.timeline import Timeline
 from fedstride.wire import Wire
 
-RATES = 64  # rounds whose learning rates are kept
+RATES = 8  # rounds whose learning rates are kept
 
 Rate = Callable[[int], Any]  # round, counted from 1 -> a learning rate, or one a client
 
@@ -319,7 +319,7 @@ def single_job(plan: Plan, client: int, version: int) -> tuple[int, int, float]:
 def _checked(plan: Plan, number: int) -> np.ndarray:
     """[N]: everybody's learning rate in a round."""
     try:
-        given = np.asarray(plan.lr(number), dtype=np.float64)
+        given = np.array(plan.lr(number), dtype=np.float64)
     except (TypeError, ValueError):
         raise FedstrideError(f"lr must give numbers; in round {number} it gives {plan.lr(number)!r}") from None
     if given.size not in (1, plan.fleet.clients) or not np.isfinite(given).all() or (given <= 0).any():

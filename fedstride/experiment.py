@@ -1,43 +1,27 @@
 """One experiment as data: everything a run needs, validated before anything is loaded; TOML in and out.
 
 A part with choices (data, partition, model, method, schedule, ...) is a name and its options:
-`{name = "dirichlet", clients = 20, alpha = 0.3}`, or the name alone. Options are those of the function or class behind
-the name, so there is nothing to keep in step here.
+`{name = "dirichlet", clients = 20, alpha = 0.3}`, or the name alone: see fedstride/choices.py.
 """
 
 import inspect
 import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tomli_w
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
-from fedstride import (
-    availability,
-    data,
-    devices,
-    guards,
-    inputs,
-    links,
-    losses,
-    models,
-    participation,
-    partition,
-    privacy,
-    robust,
-    schedule,
-    steps,
-)
+from fedstride import data, inputs, losses, models, steps
 from fedstride.algorithm import REGISTRY, Algorithm
 from fedstride.algorithms import FedAvg
 from fedstride.checkpoint import write_whole
+from fedstride.choices import CHOICES, FLEETS, Choice, build, choice
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError, unknown
 from fedstride.losses import LossFunction
@@ -47,128 +31,14 @@ from fedstride.simulate import simulate
 from fedstride.together import Together
 from fedstride.world import Pace, World
 
-FLEETS: dict[str, Callable[..., Any]] = {
-    "least-squares": data.least_squares,
-    "synthetic": data.synthetic,
-}  # born partitioned
-AUTOMATIC = ("seed", "classes")  # filled in from the rest of the experiment, unless given
-
-
-def _top5(outputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """The share of examples whose class is among the five largest outputs."""
-    return float((outputs.topk(min(5, outputs.shape[1]), dim=1).indices == targets[:, None]).any(1).double().mean())
-
-
-CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
-    "data": {**{name: data.load for name in data.files.NAMES}, **FLEETS},
-    "partition": {
-        kind.__name__: kind
-        for kind in (
-            partition.iid, partition.dirichlet, partition.classes, partition.shards, partition.fedveca,
-            partition.quantity,
-        )
-    },
-    "model": models.BUILDERS,
-    "method": REGISTRY,  # type: ignore[dict-item]
-    "loss": {
-        name: getattr(losses, name)
-        for name in ("cross_entropy", "least_squares", "least_squares_sum", "squared_hinge", "parity_hinge")
-    },
-    "steps": {"gaussian": steps.gaussian, "epochs": steps.epochs, "unfinished": steps.unfinished},
-    "augment": {"crop-flip": data.crop_flip},
-    "participation": {
-        "full": participation.full, "uniform": participation.uniform, "weighted": participation.weighted,
-        "bernoulli": participation.bernoulli,
-    },
-    "schedule": {
-        "sync": schedule.Sync, "deadline": schedule.Deadline, "buffered": schedule.Buffered,
-        "first-arrivals": schedule.FirstArrivals, "send-buffers": schedule.SendBuffers,
-    },
-    "guard": {"norms": guards.Norms},
-    "robust": {"trimmed-mean": robust.TrimmedMean, "median": robust.Median},
-    "privacy": {"gaussian": privacy.Gaussian},
-    "devices": {
-        "seconds": devices.seconds, "slowdown": devices.slowdown, "lognormal": devices.lognormal,
-        "flops": devices.flops, "trace": devices.trace,
-    },
-    "links": {"bandwidth": links.bandwidth},
-    "availability": {
-        "dropout": availability.dropout, "cycle": availability.cycle, "daytime": availability.daytime,
-        "trace": availability.trace,
-    },
-    "metrics": {"top5": _top5, "sign_accuracy": models.sign_accuracy, "parity_accuracy": models.parity_accuracy},
-}  # fmt: skip
-
-
-class Choice(BaseModel):
-    """A name and its options."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-    name: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What is given beside the name."""
-        return dict(self.model_extra or {})
-
-    def __str__(self) -> str:
-        return " ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
-
-
-def known_options(slot: str, name: str) -> tuple[dict[str, Any], list[str]]:
-    """The options of a choice with their defaults, and those that must be given."""
-    if slot in ("loss", "metrics"):
-        return {}, []
-    if slot == "data" and name not in FLEETS:
-        paths = {"path": None, "test": None, "features": None} if name == "svmlight" else {}
-        return {"normalise": True} | paths, ["path"] if paths else []
-    parameters = inspect.signature(CHOICES[slot][name]).parameters
-    allowed = {key: found.default for key, found in parameters.items() if key not in ("dataset", "inputs")}
-    automatic = () if slot == "partition" else AUTOMATIC
-    needed = [key for key, default in allowed.items() if default is inspect.Parameter.empty and key not in automatic]
-    return allowed | ({"seed": 0} if slot == "model" else {}), needed
-
-
-def _choice(slot: str) -> Any:
-    """A field whose value is one of the choices of a slot."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, str):
-            value = {"name": value}
-        if isinstance(value, Choice):
-            value = value.model_dump()
-        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-            return value
-        name = value["name"]
-        if name not in CHOICES[slot]:
-            raise ValueError(unknown(slot, name, sorted(CHOICES[slot])))
-        allowed, needed = known_options(slot, name)
-        for key, given in value.items():
-            if key == "name":
-                continue
-            if key not in allowed:
-                nothing = f"{slot} {name!r} has no options, but {key!r} is given"
-                raise ValueError(unknown(f"option of {slot} {name!r}:", key, list(allowed)) if allowed else nothing)
-            if isinstance(allowed[key], bool) != isinstance(given, bool) and isinstance(
-                allowed[key], (bool, int, float)
-            ):
-                right = "true or false" if isinstance(allowed[key], bool) else "a number"
-                raise ValueError(f"{key} of {slot} {name!r} must be {right}, not {given!r}")
-        for key in needed:
-            if key not in value:
-                raise ValueError(f"{slot} {name!r} needs {key}")
-        return value
-
-    return Annotated[SerializeAsAny[Choice], BeforeValidator(check)]
-
 
 class Surroundings(BaseModel):
     """`fs.World` as data."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    devices: float | tuple[float, ...] | _choice("devices") | None = None  # type: ignore[valid-type]
-    links: _choice("links") | None = None  # type: ignore[valid-type]
-    availability: _choice("availability") | None = None  # type: ignore[valid-type]
+    devices: float | tuple[float, ...] | choice("devices") | None = None  # type: ignore[valid-type]
+    links: choice("links") | None = None  # type: ignore[valid-type]
+    availability: choice("availability") | None = None  # type: ignore[valid-type]
 
 
 class Goal(BaseModel):
@@ -185,31 +55,31 @@ class Experiment(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    data: _choice("data") = Choice(name="digits")  # type: ignore[valid-type]
-    partition: _choice("partition") | None = Choice(name="dirichlet", clients=20, alpha=0.3)  # type: ignore[valid-type, call-arg]
-    model: _choice("model") = Choice(name="mlp")  # type: ignore[valid-type]
-    loss: _choice("loss") | None = None  # type: ignore[valid-type]  # None: by the kind of targets
-    method: _choice("method") = Choice(name=FedAvg.name)  # type: ignore[valid-type, attr-defined]
+    data: choice("data") = Choice(name="digits")  # type: ignore[valid-type]
+    partition: choice("partition") | None = Choice(name="dirichlet", clients=20, alpha=0.3)  # type: ignore[valid-type, call-arg]
+    model: choice("model") = Choice(name="mlp")  # type: ignore[valid-type]
+    loss: choice("loss") | None = None  # type: ignore[valid-type]  # None: by the kind of targets
+    method: choice("method") = Choice(name=FedAvg.name)  # type: ignore[valid-type, attr-defined]
     rounds: int = Field(20, ge=1)
     seconds: float | None = Field(None, gt=0)
     lr: float | tuple[float, ...] = 0.1
-    steps: int | tuple[int, ...] | _choice("steps") = 10  # type: ignore[valid-type]
+    steps: int | tuple[int, ...] | choice("steps") = 10  # type: ignore[valid-type]
     batch_size: int | Literal["all"] = 10
     sampling: Literal["replacement", "shuffle"] = "replacement"
-    augment: _choice("augment") | None = None  # type: ignore[valid-type]
-    participation: _choice("participation") | None = None  # type: ignore[valid-type]
-    schedule: _choice("schedule") | None = None  # type: ignore[valid-type]
+    augment: choice("augment") | None = None  # type: ignore[valid-type]
+    participation: choice("participation") | None = None  # type: ignore[valid-type]
+    schedule: choice("schedule") | None = None  # type: ignore[valid-type]
     world: Surroundings | None = None
     weights: Literal["data", "uniform"] | None = None
     wire: Literal["float16"] | None = None
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
-    guard: _choice("guard") | None = None  # type: ignore[valid-type]
-    robust: _choice("robust") | None = None  # type: ignore[valid-type]
-    privacy: _choice("privacy") | None = None  # type: ignore[valid-type]
+    guard: choice("guard") | None = None  # type: ignore[valid-type]
+    robust: choice("robust") | None = None  # type: ignore[valid-type]
+    privacy: choice("privacy") | None = None  # type: ignore[valid-type]
     every: int = Field(1, ge=1)
-    metrics: tuple[_choice("metrics"), ...] = ()  # type: ignore[valid-type]
+    metrics: tuple[choice("metrics"), ...] = ()  # type: ignore[valid-type]
     train_loss: bool = False
     stop: Goal | None = None
     seed: int = Field(0, ge=0, lt=2**62)
@@ -376,18 +246,6 @@ class Prepared(NamedTuple):
     clients: Clients
     classes: tuple[str, ...]
     settings: dict[str, Any]
-
-
-def build(slot: str, value: Any) -> Any:
-    """An object from a choice; numbers are taken as they are."""
-    if not isinstance(value, Choice):
-        return list(value) if isinstance(value, tuple) else value
-    try:
-        return CHOICES[slot][value.name](**value.options)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, FedstrideError):
-            raise
-        raise FedstrideError(f"{slot} {value.name!r} cannot take {value.options}: {error}") from None
 
 
 @lru_cache(maxsize=2)

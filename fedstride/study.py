@@ -20,8 +20,9 @@ import torch
 
 from fedstride import partition, runs
 from fedstride.checkpoint import write_whole
+from fedstride.choices import Choice
 from fedstride.errors import FedstrideError
-from fedstride.experiment import Choice, Experiment, Prepared, read_toml
+from fedstride.experiment import Experiment, Prepared, read_toml
 from fedstride.inputs import whole
 from fedstride.results import Result
 from fedstride.scale.pool import Pool, hired

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import fedstride as fs
 from fedstride import checkpoint, cli
-from fedstride.experiment import CHOICES, Experiment
+from fedstride.choices import CHOICES
+from fedstride.experiment import Experiment
 from fedstride.study import Study, override, parse_override
 
 SMALL = {

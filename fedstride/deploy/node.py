@@ -17,10 +17,11 @@ from torch import Tensor
 from fedstride import inputs
 from fedstride.algorithm import Exchange
 from fedstride.checkpoint import write_whole
+from fedstride.choices import build
 from fedstride.clients import Clients, Fleet
 from fedstride.deploy import wire
 from fedstride.errors import FedstrideError
-from fedstride.experiment import Experiment, build
+from fedstride.experiment import Experiment
 from fedstride.keys import job_keys
 from fedstride.memory import as_rows
 from fedstride.sampling import Jobs, Sampler

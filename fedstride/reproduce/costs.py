@@ -10,7 +10,8 @@ from functools import cache
 import torch
 
 from fedstride import devices, models
-from fedstride.experiment import FLEETS, Choice, Experiment, build
+from fedstride.choices import FLEETS, Choice, build
+from fedstride.experiment import Experiment
 from fedstride.reproduce.items import Item
 from fedstride.reproduce.store import points
 

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from fedstride.experiment import FLEETS, Experiment
+from fedstride.choices import FLEETS
+from fedstride.experiment import Experiment
 from fedstride.reproduce.items import Cell, Item
 
 CLIENTS, ROUNDS, CELLS = 10, 2, 6
