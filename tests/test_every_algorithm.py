@@ -38,7 +38,9 @@ def test_exact_with_everyone(name, weights):
 
 
 @pytest.mark.parametrize("name", EXACT_PARTIAL)
-@pytest.mark.parametrize("who", [HALF, MULTISET], ids=["half", "multiset"])
+@pytest.mark.parametrize(
+    "who", [pytest.param(HALF, id="half"), pytest.param(MULTISET, id="multiset", marks=pytest.mark.slow)]
+)
 def test_exact_with_part_of_the_fleet(name, who):
     conformance.check_exact(make(name), participation=who, rounds=400)
 

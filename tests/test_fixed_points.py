@@ -66,7 +66,7 @@ def test_fedavg_is_exact_with_one_step_or_identical_clients():
 
 
 @pytest.mark.parametrize("mode", ["std", "avg", "first", "reverse"])
-@pytest.mark.parametrize("start", ["full_grad", "zeros"])
+@pytest.mark.parametrize("start", ["full_grad", pytest.param("zeros", marks=pytest.mark.slow)])
 def test_fedagrac_is_exact_in_every_mode(mode, start):
     problem = Quadratics()
     for local_ref in ("avg", "sent"):

@@ -239,7 +239,7 @@ class Points(Quadratics):
 SIZES = (2, 1, 3, 1, 2, 1, 4, 2, 3, 1)  # 20 in all: a share of 0.1 is the weight of 2
 
 
-@pytest.mark.parametrize("weights", ["data", "uniform"])
+@pytest.mark.parametrize("weights", ["data", pytest.param("uniform", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fednova", "fedavgm"])
 def test_the_fixed_point_is_the_trimmed_mean_of_the_minimisers(name, weights):
     problem, sizes = Points(SIZES), np.array(SIZES if weights == "data" else [1] * 10)

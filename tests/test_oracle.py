@@ -496,7 +496,7 @@ def test_graph_backend_needs_a_gpu():
         run(small_network(), clients, backend="graph", device="cpu")
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 @pytest.mark.parametrize("settings", [{}, dict(batch_size=None), dict(sampling="shuffle"), dict(method="scaffold")])
 def test_traced_shapes_give_the_same_bits(monkeypatch, settings, dropout):
     clients, _ = digits()
