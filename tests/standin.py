@@ -3,14 +3,24 @@
 import json
 import random
 
+import pytest
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as Proto
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedstride.deploy import apps
+from fedstride.deploy import apps, network, roll
 
 SERVER = 1
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Nobody waits between looks; for the modules that import it."""
+    monkeypatch.setattr(network, "POLL", 0.0)
+    monkeypatch.setattr("fedstride.deploy.server.POLL", 0.0)
+    monkeypatch.setattr(roll, "POLL", 0.0)
+    monkeypatch.setattr(roll, "LOOK", 0.0)
 
 
 def travel(message):

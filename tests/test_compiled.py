@@ -39,6 +39,11 @@ def test_compiled_steps_equal_vmap(recwarn):
     same(with_vmap, compiled, recwarn)
 
 
+def test_clients_that_all_end_together(recwarn):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    same(*(run("fedavg", backend, model=model, steps=2, device="cpu") for backend in ("vmap", "compiled")), recwarn)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedagrac", "fedveca"])
 def test_compiled_steps_equal_vmap_with_everything(method, recwarn):

@@ -12,9 +12,9 @@ from fedstride.algorithm import REGISTRY
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride[deploy]")
 from flwr.app import Error, Message  # noqa: E402
-from standin import Standin  # noqa: E402
+from standin import Standin, quick  # noqa: E402, F401
 
-from fedstride.deploy import apps, cli, keys, network, roll, wire  # noqa: E402
+from fedstride.deploy import apps, cli, keys, wire  # noqa: E402
 from fedstride.deploy.server import serve  # noqa: E402
 
 CLIENTS = 4
@@ -27,14 +27,6 @@ def deployed(experiment, folder, **more):
     own = {name: more.pop(name) for name in ("spoil", "at_once") if name in more}
     grid = Standin(experiment, CLIENTS, folder / "nodes", **own)
     return serve(experiment, grid, folder / "run", "test", CLIENTS, timeout=60.0, **more), grid
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(network, "POLL", 0.0)
-    monkeypatch.setattr("fedstride.deploy.server.POLL", 0.0)
-    monkeypatch.setattr(roll, "POLL", 0.0)
-    monkeypatch.setattr(roll, "LOOK", 0.0)
 
 
 @pytest.mark.parametrize("method", METHODS)

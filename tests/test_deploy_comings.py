@@ -8,9 +8,8 @@ import fedstride as fs
 from fedstride.algorithm import REGISTRY
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride[deploy]")
-from standin import Standin  # noqa: E402
+from standin import Standin, quick  # noqa: E402, F401
 
-from fedstride.deploy import network, roll  # noqa: E402
 from fedstride.deploy.server import serve  # noqa: E402
 
 CLIENTS = 4
@@ -21,14 +20,6 @@ N = {"dlsgd-homo": 2, "dlsgd-hetero": 2, "fedbuff": 2, "asysg": 2}
 def description(method, **more):
     experiment = flower_description("fedavg", clients=CLIENTS, **more)
     return fs.Experiment(**experiment.dump() | {"method": {"name": method} | ({"n": N[method]} if method in N else {})})
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(network, "POLL", 0.0)
-    monkeypatch.setattr("fedstride.deploy.server.POLL", 0.0)
-    monkeypatch.setattr(roll, "POLL", 0.0)
-    monkeypatch.setattr(roll, "LOOK", 0.0)
 
 
 def make(method):

@@ -13,22 +13,14 @@ import fedstride as fs
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride[deploy]")
 from flwr.app import Array, ArrayRecord  # noqa: E402
-from standin import Standin  # noqa: E402
+from standin import Standin, quick  # noqa: E402, F401
 
 from fedstride import report, runs  # noqa: E402
-from fedstride.deploy import apps, network, roll  # noqa: E402
+from fedstride.deploy import apps  # noqa: E402
 from fedstride.deploy.server import serve  # noqa: E402
 
 CLIENTS = 4
 description = partial(flower_description, clients=CLIENTS)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(network, "POLL", 0.0)
-    monkeypatch.setattr("fedstride.deploy.server.POLL", 0.0)
-    monkeypatch.setattr(roll, "POLL", 0.0)
-    monkeypatch.setattr(roll, "LOOK", 0.0)
 
 
 def test_a_slow_device_returns_what_it_has_done_and_fedlga_makes_up_for_it(tmp_path):

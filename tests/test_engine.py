@@ -9,6 +9,8 @@ from problems import STEPS, Quadratics, add, digits, small_network
 
 import fedstride as fs
 from fedstride.algorithms import FedAvg, Scaffnew, Scaffold
+from fedstride.clients import Fleet
+from fedstride.engine import Plan
 
 simulate_module = fs.simulate.__globals__
 
@@ -329,3 +331,18 @@ class TestFolders:
     def test_no_pickle_and_no_leftovers(self, tmp_path):
         self.start(tmp_path)
         assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["rows.jsonl", "run.json", "tensors"]
+
+
+def test_rates_are_asked_for_once_a_round_and_kept_as_they_were():
+    held, asked = np.ones(2), []
+
+    def lr(round):
+        asked.append(round)
+        held[:] = round  # the same array every time
+        return held
+
+    fleet = Fleet(torch.full((2,), 0.5), torch.ones(2))
+    plan = Plan(fs.algorithms.make("fedavg"), fleet, None, None, lr, None, 5, 0, 0, 1, None)
+    for number in (1, 2, 1):
+        assert plan.rates(number).tolist() == [number, number]
+    assert asked == [1, 2]
