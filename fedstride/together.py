@@ -3,14 +3,19 @@
 Every run has a thread, and one of them works at a time. A run that has come to its local steps waits until all others
 have, or are over; then those of the same kind (the same code, data, batch size and model) do their steps as one
 cohort. Rows do not know of each other, so every run gives what it gives alone, to rounding.
+
+Where a GPU would often wait for the runs' own work, they fall into two halves: one works while the other steps.
 """
 
 import copy
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from fedstride import inputs
 from fedstride.compiled import Compiled, Request
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
 
 RUNS = 16  # side by side, at most
 FILLED = 256  # clients in one batch; more hardly make it quicker, and all runs end later
+BUSY = 0.9  # share of the time that a GPU steps; with less, the runs are halved
 
 
 def able(experiments: "Iterable[Experiment]") -> bool:
@@ -49,6 +55,21 @@ class Waiting(NamedTuple):
     result: list[Any]
 
 
+class Begun(NamedTuple):
+    """Steps that were begun, and on a GPU may be under way."""
+
+    turns: list[threading.Event]  # of their runs
+    since: float
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # before and after them
+
+    def share(self) -> float:
+        """How much of the time since they were begun they have taken."""
+        if self.events is None:
+            return 1.0
+        self.events[1].synchronize()
+        return self.events[0].elapsed_time(self.events[1]) / 1000 / (time.perf_counter() - self.since)
+
+
 class Together:
     """The place where runs meet; give it to each as its `backend`."""
 
@@ -56,6 +77,11 @@ class Together:
         self._rows = rows  # clients in one batch at most
         self._ready: deque[threading.Event] = deque()  # whose turn comes next; one run works at a time
         self._waiting: list[Waiting] = []
+        self._begun: deque[Begun] = deque()  # those whose runs have not gone on
+        self._latest: Begun | None = None
+        self._halved = False
+        # The runs' own work goes before the steps of others, which are on the ordinary stream.
+        self._stream = torch.cuda.Stream(priority=-1) if torch.cuda.is_available() else None
         self._oracles: dict[tuple, Compiled] = {}
         # Recording needs the libraries' handles that running has made, and these belong to a thread.
         self._worker = ThreadPoolExecutor(1)
@@ -68,7 +94,8 @@ class Together:
         def work(number: int, turn: threading.Event) -> None:
             turn.wait()
             try:
-                results[number] = works[number]()
+                with torch.cuda.stream(self._stream):
+                    results[number] = works[number]()
             except BaseException as error:
                 errors.append(error)
             self._hand_on()
@@ -76,6 +103,8 @@ class Together:
         turns = [threading.Event() for _ in works]
         threads = [threading.Thread(target=work, args=both, daemon=True) for both in enumerate(turns)]
         self._ready.extend(turns)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())  # for what the runs are given
         for thread in threads:
             thread.start()
         self._hand_on()
@@ -109,14 +138,33 @@ class Together:
         return mine.result[0]
 
     def _hand_on(self) -> None:
-        """Let the next run work; once all wait, do their steps first."""
-        if not self._ready and self._waiting:
-            self._descend()
+        """Let the next run work; once all wait, or a half of them, their steps come first."""
+        half = self._halved and not self._begun and len(self._waiting) >= len(self._ready)
+        if self._waiting and (half or not self._ready):
+            self._begin()
+        if self._begun and not self._ready:
+            begun = self._begun.popleft()
+            if self._stream is not None and begun.events is not None:
+                self._stream.wait_event(begun.events[1])
+            self._ready.extend(begun.turns)
         if self._ready:
             self._ready.popleft().set()
 
-    def _descend(self) -> None:
+    def _begin(self) -> None:
+        """Begin the steps of all who wait."""
         waiting, self._waiting = self._waiting, []
+        self._halved = self._halved or (self._latest is not None and self._latest.share() < BUSY)
+        turns, since = [one.turn for one in waiting], time.perf_counter()
+        self._latest = Begun(turns, since, self._worker.submit(self._descend, waiting).result())
+        self._begun.append(self._latest)
+
+    def _descend(self, waiting: list[Waiting]) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
+        """The steps, kind by kind; on a GPU they may go on when this returns."""
+        events = None
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            events[0].record()
         groups: dict[tuple, list[Waiting]] = {}
         for one in waiting:
             groups.setdefault((id(one.oracle), one.request.kind), []).append(one)
@@ -125,13 +173,14 @@ class Together:
             for part in self._parts(group, self._rows or room(oracle.model.x)):
                 held: bool | BaseException
                 try:
-                    asked = [one.request for one in part]
-                    held = self._worker.submit(oracle.descend_all, asked).result()
+                    held = oracle.descend_all([one.request for one in part])
                 except BaseException as error:  # it belongs to all of them, whoever does the work
                     held = error
                 for one in part:
                     one.result[0] = held
-        self._ready.extend(one.turn for one in waiting)
+        if events is not None:
+            events[1].record()
+        return events
 
     @staticmethod
     def _parts(group: list[Waiting], rows: int) -> list[list[Waiting]]:

@@ -1,5 +1,7 @@
 """The compiled backend and its convolutions: whole local steps as programs, equal to `vmap`."""
 
+from functools import partial
+
 import pytest
 import torch
 from problems import digits
@@ -178,3 +180,18 @@ def test_gpu_compiled_agrees_with_cpu(method, monkeypatch):
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
         on = [run(method, name, device=device, dtype=dtype) for device, name in (("cpu", "vmap"), ("cuda", "compiled"))]
         torch.testing.assert_close(on[1].x.cpu(), on[0].x, rtol=tolerance, atol=tolerance)
+
+
+@NO_GPU
+def test_gpu_runs_in_halves_equal_runs_alone(monkeypatch):
+    """One half works on a stream of its own while the other steps."""
+    monkeypatch.setattr(fs.together.Begun, "share", lambda self: 0.0)
+    (clients, _), side = digits(), fs.Together()
+    options = dict(rounds=20, lr=0.1, steps=7, batch_size=4, dtype=torch.float64, device="cuda")
+
+    def work(backend, seed):
+        return partial(fs.simulate, "scaffold", network(), clients, backend=backend, seed=seed, **options)
+
+    both = side.play([work(side, seed) for seed in range(7)]), [work("vmap", seed)() for seed in range(7)]
+    for one, other in zip(*both):
+        torch.testing.assert_close(one.x, other.x, rtol=1e-9, atol=1e-9)

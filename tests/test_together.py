@@ -31,10 +31,15 @@ def runs(clients, test):
     ]
 
 
-def test_runs_together_equal_runs_alone(monkeypatch):
+@pytest.mark.parametrize(("share", "turns"), [(1.0, [5, 5, 5, 1, 1]), (0.5, [5, 5, 3, 2, 1, 1])])
+def test_runs_together_equal_runs_alone(monkeypatch, share, turns):
+    """All at a time, or in halves where the runs' own work takes long."""
+    monkeypatch.setattr(fs.together.Begun, "share", lambda self: share)
     clients, test = digits()
     works = runs(clients, test)
-    together, batches = fs.Together(), []
+    together, batches, begun = fs.Together(), [], []
+    steps = together._descend
+    monkeypatch.setattr(together, "_descend", lambda waiting: begun.append(len(waiting)) or steps(waiting))
     ordinary = fs.together.Compiled.descend_all
     monkeypatch.setattr(
         fs.together.Compiled, "descend_all", lambda self, ask: batches.append(len(ask)) or ordinary(self, ask)
@@ -47,6 +52,7 @@ def test_runs_together_equal_runs_alone(monkeypatch):
             assert row == pytest.approx(other, rel=1e-8)
         assert len(result.rows) == len(alone.rows)
     assert max(batches) == 3  # the three that step alike, in one batch
+    assert begun == turns
 
 
 @pytest.fixture
