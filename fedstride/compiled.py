@@ -9,7 +9,6 @@ Steps without indices drawn with replacement (whole data sets, shuffled passes, 
 passes over all data go as in `graph`; so does what cannot be compiled, with a warning.
 """
 
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.func import grad_and_value
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -31,9 +30,9 @@ from fedstride.graph import Graph, padded
 from fedstride.keys import fold
 from fedstride.oracle import Batch
 from fedstride.sampling import Jobs, Sampler
+from fedstride.tracing import trace
 from fedstride.vector import VectorModel
 
-PRIMES = (8191, 8209, 8219, 8221, 8231, 8233, 8237, 8243)  # a number of clients that is told from all other lengths
 INDICES = 1 << 20  # of examples that are drawn at a time
 
 
@@ -112,43 +111,13 @@ class Program:
         self._replays[active] = None
 
     def _compile(self, tensors: list[Tensor]) -> Callable:
-        count = len(tensors[4])
-        others = [length for value, own in zip(tensors, self._rows) for length in value.shape[own:]]
-        size = next(prime for prime in PRIMES if all(length % prime for length in others)) if count > 1 else 1
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = [
-                torch.empty(size, *value.shape[1:], dtype=value.dtype, device=value.device)
-                if own
-                else mode.from_tensor(value)
-                for value, own in zip(tensors, self._rows)
-            ]
-            traced = make_fx(self._step)(*fakes)
-        if count > 1:
-            _free(traced, size, self._rows.index(True))
+        single = len(tensors[4]) == 1
+        traced = trace(self._step, tensors, self._rows, single)
+        if not single:
             for value, own in zip(tensors, self._rows):
                 if own:
                     torch._dynamo.mark_dynamic(value, 0, min=2, max=self.capacity)  # so 32 bits suffice for indices
         return torch.compile(traced)
-
-
-def _free(traced: fx.GraphModule, size: int, row: int) -> None:
-    """Turn the number of clients, traced as an unlikely prime, into the length of the argument `row`."""
-    arguments = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    with traced.graph.inserting_after(arguments[-1]):
-        length = traced.graph.call_function(torch.ops.aten.sym_size.int, (arguments[row], 0))
-    for node in list(traced.graph.nodes):
-        if node.op != "call_function" or node is length:
-            continue
-
-        def freed(value: Any, node: fx.Node = node) -> Any:
-            if not isinstance(value, int) or value == 0 or value % size:
-                return value
-            with traced.graph.inserting_before(node):
-                return length if value == size else traced.graph.call_function(operator.mul, (length, value // size))
-
-        node.args, node.kwargs = fx.node.map_aggregate(node.args, freed), fx.node.map_aggregate(node.kwargs, freed)
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
 
 
 def identity(direction: Callable | None) -> tuple | None:

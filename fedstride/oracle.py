@@ -7,14 +7,14 @@ Backends compute the same numbers to rounding:
 * `vmap` computes a whole cohort in one call. Convolutions stay convolutions: as patch products they were slower or at
   best equal wherever they were measured without compilation (docs/performance.md). A shape of batch that keeps coming
   is traced: the same operations in the same order without the work of finding them, so model and loss must be functions
-  of their arguments alone.
+  of their arguments alone. Plain steps are traced at once where a job has enough of them, and write no gradients
+  (fedstride/tracing.py).
 * `graph` (fedstride/graph.py) is `vmap` on a CUDA device, recorded and replayed.
 * `compiled` (fedstride/compiled.py) makes a program of a whole local step; half a minute to make, then the fastest.
 
 `auto` is a stated rule, not a race, so that the same run takes the same backend everywhere: `graph` on a CUDA device;
-on a CPU `vmap` for models without convolutions up to 100,000 parameters in cohorts of more than one, `sequential`
-otherwise, and wherever `vmap` cannot take the model or the loss (data-dependent control flow). A result says which one
-it was.
+on a CPU `vmap` for models without convolutions in cohorts of more than one, `sequential` otherwise, and wherever `vmap`
+cannot take the model or the loss (data-dependent control flow). A result says which one it was.
 """
 
 import copy
@@ -31,16 +31,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedstride.errors import FedstrideError
 from fedstride.losses import LossFunction
+from fedstride.tracing import plain_step, trace
 from fedstride.vector import KeyedDropout, VectorModel, rewind
 
 BACKENDS = ("sequential", "vmap", "graph", "compiled")
 TRIES, TRACES = 400, 100  # a shape is traced when it has come so often that it pays; so many shapes at most
+PLAIN = 200  # steps of all clients in a job from which plain ones are traced
 # About this much memory for the vectors of the clients that train together. On a CPU small enough that the allocator
 # hands the same memory out again, instead of asking the system for fresh pages every round.
 CHUNK_BYTES = 1 << 28
 CHUNK_SHARE = 4  # on a GPU a fourth of its memory
 VECTORS = 8  # [C, d] matrices alive at once in the hungriest client code
-VMAP_LIMIT = 100_000  # parameters; beyond, a client's own matrices fill the cores of a CPU
 
 
 class Batch(NamedTuple):
@@ -86,11 +87,19 @@ class Oracle:
         """Losses [C] and gradients [C, d]."""
         raise NotImplementedError
 
-    def step(self, y: Tensor, lr: Tensor, batch: Batch) -> tuple[Tensor]:
-        """A plain descent step on y in place; returns the losses [C]."""
+    def take(self, y: Tensor, steps: int) -> Any:
+        """The rows in the form in which `step` moves them; so many steps are to come, of all clients."""
+        return y
+
+    def step(self, held: Any, lr: Tensor, batch: Batch) -> tuple[Tensor]:
+        """A plain descent step of the first clients, as many as lr has rows, in place; returns their losses."""
+        y = held[: len(lr)]
         loss, g = self(y, batch)
         y.addcmul_(g, lr, value=-1)
         return (loss,)
+
+    def give(self, held: Any, y: Tensor) -> None:
+        """Write the rows back."""
 
     def descend(self, sampler: Any, jobs: Any, keys: Tensor, at: Any, direction: Any, local: Any) -> bool:
         """All local steps of a block at once, where the backend can; False: one after the other by the caller."""
@@ -131,6 +140,7 @@ class Vmap(Oracle):
         super().__init__(model, loss, each)
         self._seen: Counter[tuple] = Counter()
         self._traces: dict[tuple, Callable | None] = {}
+        self._steps: dict[tuple, Callable | None] = {}
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         shape = (len(y), *(None if part is None else (part.shape, part.dtype) for part in batch))
@@ -141,6 +151,50 @@ class Vmap(Oracle):
         if self._seen[shape] == TRIES and len(self._traces) < TRACES:
             self._traces[shape] = self._trace(y, batch)
         return self.compute(y, batch)
+
+    def take(self, y: Tensor, steps: int) -> Tensor | list[Tensor]:
+        if steps < PLAIN:
+            return y
+        # Parameter by parameter: a product is added only to what is in one piece.
+        parts = zip(y.split(self.model.sizes, 1), self.model.shapes)
+        return [part.clone(memory_format=torch.contiguous_format).view(len(y), *shape) for part, shape in parts]
+
+    def step(self, held: Tensor | list[Tensor], lr: Tensor, batch: Batch) -> tuple[Tensor]:
+        if isinstance(held, Tensor):
+            return super().step(held, lr, batch)
+        own = [part[: len(lr)] for part in held]
+        given = [part for part in batch if part is not None]
+        shape = tuple(None if part is None else (part.shape[1:], part.dtype) for part in batch)
+        if shape not in self._steps:
+            self._steps[shape] = self._plain_step(own, lr, batch)
+        step = self._steps[shape]
+        if step is not None:
+            return step(*own, lr, *given)
+        g, loss = self.rowwise(grad_and_value(self.row_loss), own, *batch)
+        for part, gradient in zip(own, g):
+            part.addcmul_(gradient, lr.view(-1, *[1] * (part.dim() - 1)), value=-1)
+        return (loss,)
+
+    def give(self, held: Tensor | list[Tensor], y: Tensor) -> None:
+        if not isinstance(held, Tensor):
+            for part, moved in zip(y.split(self.model.sizes, 1), held):
+                part.copy_(moved.reshape(len(y), -1))
+
+    def _plain_step(self, own: list[Tensor], lr: Tensor, batch: Batch) -> Callable | None:
+        """A step that writes no gradients (fedstride/tracing.py); None where it depends on the values."""
+
+        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+            parts, rest = list(tensors[: len(own)]), iter(tensors[len(own) + 1 :])
+            g, loss = self.rowwise(
+                grad_and_value(self.row_loss), parts, *(None if part is None else next(rest) for part in batch)
+            )
+            return loss, *g
+
+        tensors = [*own, lr, *(part for part in batch if part is not None)]
+        try:
+            return plain_step(trace(gradients, tensors, [True] * len(tensors)), len(own))
+        except Exception:  # whatever it is: tracing is for speed alone
+            return None
 
     def compute(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Losses and gradients by function transforms."""
@@ -217,9 +271,9 @@ class Sequential(Oracle):
             losses.append(value)
         return torch.stack(losses), g
 
-    def step(self, y: Tensor, lr: Tensor, batch: Batch) -> tuple[Tensor]:
+    def step(self, held: Tensor, lr: Tensor, batch: Batch) -> tuple[Tensor]:
         losses = []
-        for i, row in enumerate(y):
+        for i, row in enumerate(held[: len(lr)]):
             value, parts = self._parts(row, batch, i)
             # Without the flat gradient in between, which would be written and read once more.
             torch._foreach_add_(self._own().views, parts, alpha=-float(lr[i]))
@@ -253,8 +307,7 @@ def choose(backend: str, model: VectorModel, device: torch.device, cohort: int) 
         return backend
     if device.type != "cpu":
         return "graph" if device.type == "cuda" else "vmap"
-    small = len(model.x) <= VMAP_LIMIT and not model.convolves
-    return "vmap" if small and cohort > 1 else "sequential"
+    return "vmap" if cohort > 1 and not model.convolves else "sequential"
 
 
 def make(backend: str, model: VectorModel, loss: LossFunction, each: tuple[LossFunction, str] | None) -> Oracle:

@@ -5,6 +5,7 @@ prefix shrinks as they finish: nobody waits and no gradient is wasted.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,10 @@ class Work:
     def _descend(self, jobs: Jobs, keys: Tensor, own: Moving, direction: Callable[..., Any] | None) -> None:
         """The local steps of a block, one after the other."""
         full, slab = self._sampler.full, self._slab(len(keys))
+        if direction is None and self._sampler.sampling == "replacement" and not full and self._local == Local():
+            self._descend_plainly(jobs, keys, own, slab)
+            return
         pieces: list[Indices | Batch] = self._pieces(jobs) if full else []
-        plain = direction is None and not full and self._local == Local()
         count = 0
         for k, wanted in enumerate(active(jobs.steps)):
             if wanted != count:  # somebody finished: the prefix shrinks
@@ -102,16 +105,23 @@ class Work:
                 at = cut(own, slice(0, count), len(keys))
             if not full and k % slab == 0:
                 batches = self._batches(jobs, keys, k, min(int(jobs.steps[0]), k + slab))
-            if plain and isinstance(batches[k % slab], Batch):
-                (loss,) = self._apply(self._oracle.step, (at.y, at.lr), batches[k % slab], keys, k)
-                at.losses.add_(loss)
-                continue
             if full:
                 loss, g = self._total(self._oracle, (at.y,), pieces, keys, FULL_PASS + k)
             else:
                 loss, g = self._apply(self._oracle, (at.y,), batches[k % slab], keys, k)
             at.losses.add_(loss)
             move(direction, self._local, at, g)
+
+    def _descend_plainly(self, jobs: Jobs, keys: Tensor, own: Moving, slab: int) -> None:
+        """Steps along the gradients themselves."""
+        held = self._oracle.take(own.y, int(jobs.steps.sum()))
+        step = partial(self._oracle.step, held)
+        for k, count in enumerate(active(jobs.steps)):
+            if k % slab == 0:
+                batches = self._batches(jobs, keys, k, min(int(jobs.steps[0]), k + slab))
+            (loss,) = self._apply(step, (own.lr[:count],), batches[k % slab], keys, k)
+            own.losses[:count].add_(loss)
+        self._oracle.give(held, own.y)
 
     def gradient(self, x: Tensor, full: bool = True) -> Tensor:
         """Gradients [C, d] at x: over all local data, or over one mini-batch of the run's batch size."""
@@ -168,7 +178,7 @@ class Work:
         if self._sampler.sampling != "replacement":
             return list(self._sampler.batches(jobs, keys, first, last))
         rows, data = self._sampler.table(jobs, keys, first, last).transpose(0, 1).contiguous(), self._sampler.clients
-        return [Batch(*both) for both in zip(data.inputs[rows], data.targets[rows])]
+        return [Batch(*both) for both in zip(picked(data.inputs, rows), picked(data.targets, rows))]
 
     def _pieces(self, jobs: Jobs) -> list[Indices | Batch]:
         """All local data of a block in chunks of bounded size; gathered already if one chunk holds everything."""
@@ -237,4 +247,9 @@ class Work:
                 share = 1 / (counts if whole is None else whole) if self._oracle.reduction == "mean" else 1.0
                 used = (np.arange(width) < counts[:, None]) * np.reshape(share, (-1, 1))
                 weight = torch.as_tensor(used, dtype=self.steps.dtype, device=rows.device)
-        return Batch(data.inputs[rows], data.targets[rows], weight)
+        return Batch(picked(data.inputs, rows), picked(data.targets, rows), weight)
+
+
+def picked(data: Tensor, rows: Tensor) -> Tensor:
+    """data[rows], at half its cost on a CPU."""
+    return data.index_select(0, rows.flatten()).unflatten(0, rows.shape)

@@ -1,0 +1,132 @@
+"""Functions of a cohort written down as graphs, for any number of clients; and plain steps made of gradients.
+
+A plain step `y <- y - lr g` needs no gradient as a whole: where a parameter's is a product of matrices, as that of a
+linear layer's weight is, the product is added to the parameter while it is made. That saves writing the gradient and
+reading it again, which on a CPU takes as long as all arithmetic of a small network.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+PRIMES = (8191, 8209, 8219, 8221, 8231, 8233, 8237, 8243)  # a number of clients that is told from all other lengths
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}  # and those that add
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+
+
+def trace(function: Callable, tensors: Sequence[Tensor], rows: Sequence[bool], single: bool = False) -> fx.GraphModule:
+    """The operations of a function; `rows` says which tensors have one row a client.
+
+    The graph holds for any number of clients; a single one may be told, whose length compilers take for a constant.
+    """
+    others = [length for value, own in zip(tensors, rows) for length in value.shape[own:]]
+    size = 1 if single else next(prime for prime in PRIMES if all(length % prime for length in others))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [
+            torch.empty_strided((size, *value.shape[1:]), value.stride(), dtype=value.dtype, device=value.device)
+            if own
+            else mode.from_tensor(value)
+            for value, own in zip(tensors, rows)
+        ]
+        traced = make_fx(function)(*fakes)
+    if not single:
+        _free(traced, size, list(rows).index(True))
+    return traced
+
+
+def _free(traced: fx.GraphModule, size: int, row: int) -> None:
+    """Turn the number of clients, traced as an unlikely prime, into the length of the argument `row`."""
+    arguments = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    with traced.graph.inserting_after(arguments[-1]):
+        length = traced.graph.call_function(torch.ops.aten.sym_size.int, (arguments[row], 0))
+    for node in list(traced.graph.nodes):
+        if node.op != "call_function" or node is length:
+            continue
+
+        def freed(value: Any, node: fx.Node = node) -> Any:
+            if not isinstance(value, int) or value == 0 or value % size:
+                return value
+            with traced.graph.inserting_before(node):
+                return length if value == size else traced.graph.call_function(operator.mul, (length, value // size))
+
+        node.args, node.kwargs = fx.node.map_aggregate(node.args, freed), fx.node.map_aggregate(node.kwargs, freed)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def plain_step(traced: fx.GraphModule, parameters: int) -> Callable[..., tuple[Tensor]] | None:
+    """A step from a graph f(*parameters, lr, *rest) -> (loss, *gradients): moves the parameters, returns (loss,).
+
+    None where a gradient shares memory with a parameter: that would have moved before it is used.
+    """
+    graph = traced.graph
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):  # batching leaves views that change nothing
+        if node.target in RESHAPES and _shape(node) == _shape(node.args[0]):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    own, lr = arguments[:parameters], arguments[parameters]
+    end: Any = next(iter(reversed(graph.nodes)))
+    loss, *gradients = end.args[0]
+    products = [_product(gradient) for gradient in gradients]
+    operands = [node for gradient, product in zip(gradients, products) for node in (product or (None, gradient))[1:]]
+    held = {_memory(node) for node in own}
+    if any(_memory(node) in held for node in operands):
+        return None
+    with graph.inserting_before(end):
+        back = graph.call_function(aten.neg.default, (lr,))
+        for parameter, gradient, product in zip(own, gradients, products):
+            rate = _spread(graph, back, len(_shape(lr)), len(_shape(parameter)))
+            if product is None:
+                graph.call_function(aten.addcmul_.default, (parameter, gradient, rate))
+            else:
+                add, first, second = product
+                graph.call_function(add, (parameter, graph.call_function(aten.mul.Tensor, (first, rate)), second))
+    end.args = ((loss,),)
+    graph.eliminate_dead_code()
+    traced.recompile()
+    return traced.forward
+
+
+def _product(gradient: Any) -> tuple[Any, Any, Any] | None:
+    """The product in place and its factors, if a gradient is one or the transpose of one, and nobody else needs it."""
+    node, flipped = gradient, False
+    while node.target is aten.t.default or (node.target is aten.transpose.int and _last_two(node)):
+        node, flipped = node.args[0], not flipped
+    if node.target not in PRODUCTS or len(node.users) > 1:
+        return None
+    factors = node.args
+    if flipped:
+        with node.graph.inserting_before(gradient):
+            factors = [node.graph.call_function(aten.transpose.int, (one, -2, -1)) for one in reversed(node.args)]
+        for new, one in zip(factors, reversed(node.args)):
+            new.meta["val"] = one.meta["val"]
+    return PRODUCTS[node.target], factors[0], factors[1]
+
+
+def _last_two(node: Any) -> bool:
+    dims = len(_shape(node))
+    return sorted(axis % dims for axis in node.args[1:]) == [dims - 2, dims - 1]
+
+
+def _spread(graph: fx.Graph, column: fx.Node, given: int, dims: int) -> fx.Node:
+    """A column with one number a client, or the number of one, with as many axes as a parameter has."""
+    for _ in range(dims - given):
+        column = graph.call_function(aten.unsqueeze.default, (column, -1))
+    return graph.call_function(aten.squeeze.dim, (column, -1)) if dims < given else column
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _memory(node: Any) -> int:
+    return node.meta["val"].untyped_storage()._cdata
