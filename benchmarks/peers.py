@@ -75,8 +75,8 @@ def resident(root: int) -> int:
     return sum(pages.get(pid, 0) for pid in family) * os.sysconf("SC_PAGE_SIZE")
 
 
-def play(command: list[str], folder: str) -> Turn:
-    """One process from start to end."""
+def play(command: list[str], folder: str, tries: int = 2) -> Turn:
+    """One process from start to end; once more if it dies, as two processes of pfl do now and then."""
     environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     environment["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait actively hold each other up on virtual machines
     peak, start = 0, time.time()
@@ -88,6 +88,9 @@ def play(command: list[str], folder: str) -> Turn:
                 time.sleep(0.2)
         finally:
             process.terminate()  # after Ctrl-C; otherwise it has ended
+    if process.returncode and tries > 1:
+        print(f"{' '.join(command)} failed; once more", file=sys.stderr)
+        return play(command, folder, tries - 1)
     if process.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{Path(folder, 'log').read_text()[-2000:]}")
     times = json.loads(Path(folder, "times.json").read_text())
@@ -148,6 +151,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Figures]:
             case.cohort * steps / middle, middle, statistics.median(turn.first for turn in done) - middle,
             max(turn.peak for turn in done), float(np.abs(final[name] - reference).max() / moved),
         )  # fmt: skip
+    print(f"{case}: { ({name: round(one.rate) for name, one in figures.items()}) }", file=sys.stderr, flush=True)
     return figures
 
 

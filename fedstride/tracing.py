@@ -64,7 +64,7 @@ def _free(traced: fx.GraphModule, size: int, row: int) -> None:
 def plain_step(traced: fx.GraphModule, parameters: int) -> Callable[..., tuple[Tensor]] | None:
     """A step from a graph f(*parameters, lr, *rest) -> (loss, *gradients): moves the parameters, returns (loss,).
 
-    None where a gradient shares memory with a parameter: that would have moved before it is used.
+    None where a gradient or the loss shares memory with a parameter: that would have moved before it is used.
     """
     graph = traced.graph
     graph.eliminate_dead_code()
@@ -79,7 +79,7 @@ def plain_step(traced: fx.GraphModule, parameters: int) -> Callable[..., tuple[T
     products = [_product(gradient) for gradient in gradients]
     operands = [node for gradient, product in zip(gradients, products) for node in (product or (None, gradient))[1:]]
     held = {_memory(node) for node in own}
-    if any(_memory(node) in held for node in operands):
+    if any(_memory(node) in held for node in (loss, *operands)):
         return None
     with graph.inserting_before(end):
         back = graph.call_function(aten.neg.default, (lr,))
