@@ -7,7 +7,7 @@ Backends compute the same numbers to rounding:
 * `vmap` computes a whole cohort in one call. Convolutions stay convolutions: as patch products they were slower or at
   best equal wherever they were measured without compilation (docs/performance.md). A shape of batch that keeps coming
   is traced: the same operations in the same order without the work of finding them, so model and loss must be functions
-  of their arguments alone. Plain steps are traced at once where a job has enough of them, and write no gradients
+  of their arguments alone. Plain steps are traced at once where a job moves many numbers, and write no gradients
   (fedstride/tracing.py).
 * `graph` (fedstride/graph.py) is `vmap` on a CUDA device, recorded and replayed.
 * `compiled` (fedstride/compiled.py) makes a program of a whole local step; half a minute to make, then the fastest.
@@ -36,7 +36,7 @@ from fedstride.vector import KeyedDropout, VectorModel, rewind
 
 BACKENDS = ("sequential", "vmap", "graph", "compiled")
 TRIES, TRACES = 400, 100  # a shape is traced when it has come so often that it pays; so many shapes at most
-PLAIN = 200  # steps of all clients in a job from which plain ones are traced
+PLAIN = 1_500_000  # parameters times steps in a job from which tracing plain steps pays within some jobs
 # About this much memory for the vectors of the clients that train together. On a CPU small enough that the allocator
 # hands the same memory out again, instead of asking the system for fresh pages every round.
 CHUNK_BYTES = 1 << 28
@@ -153,7 +153,7 @@ class Vmap(Oracle):
         return self.compute(y, batch)
 
     def take(self, y: Tensor, steps: int) -> Tensor | list[Tensor]:
-        if steps < PLAIN:
+        if steps * y.shape[1] < PLAIN:
             return y
         # Parameter by parameter: a product is added only to what is in one piece.
         parts = zip(y.split(self.model.sizes, 1), self.model.shapes)
