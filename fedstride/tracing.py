@@ -17,7 +17,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 PRIMES = (8191, 8209, 8219, 8221, 8231, 8233, 8237, 8243)  # a number of clients that is told from all other lengths
 
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}  # and those that add
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 
 
@@ -62,7 +61,7 @@ def _free(traced: fx.GraphModule, size: int, row: int) -> None:
 
 
 def plain_step(traced: fx.GraphModule, parameters: int) -> Callable[..., tuple[Tensor]] | None:
-    """A step from a graph f(*parameters, lr, *rest) -> (loss, *gradients): moves the parameters, returns (loss,).
+    """A step from a graph f(*parameters, lr [C, 1], *rest) -> (loss, *gradients); moves parameters, returns (loss,).
 
     None where a gradient or the loss shares memory with a parameter: that would have moved before it is used.
     """
@@ -77,51 +76,46 @@ def plain_step(traced: fx.GraphModule, parameters: int) -> Callable[..., tuple[T
     end: Any = next(iter(reversed(graph.nodes)))
     loss, *gradients = end.args[0]
     products = [_product(gradient) for gradient in gradients]
-    operands = [node for gradient, product in zip(gradients, products) for node in (product or (None, gradient))[1:]]
+    operands = [node for gradient, product in zip(gradients, products) for node in (product or (gradient,))]
     held = {_memory(node) for node in own}
     if any(_memory(node) in held for node in (loss, *operands)):
         return None
     with graph.inserting_before(end):
         back = graph.call_function(aten.neg.default, (lr,))
         for parameter, gradient, product in zip(own, gradients, products):
-            rate = _spread(graph, back, len(_shape(lr)), len(_shape(parameter)))
+            rate = _spread(graph, back, len(_shape(parameter)))
             if product is None:
                 graph.call_function(aten.addcmul_.default, (parameter, gradient, rate))
             else:
-                add, first, second = product
-                graph.call_function(add, (parameter, graph.call_function(aten.mul.Tensor, (first, rate)), second))
+                scaled = graph.call_function(aten.mul.Tensor, (product[0], rate))
+                graph.call_function(aten.baddbmm_.default, (parameter, scaled, product[1]))
     end.args = ((loss,),)
     graph.eliminate_dead_code()
     traced.recompile()
     return traced.forward
 
 
-def _product(gradient: Any) -> tuple[Any, Any, Any] | None:
-    """The product in place and its factors, if a gradient is one or the transpose of one, and nobody else needs it."""
+def _product(gradient: Any) -> tuple[Any, Any] | None:
+    """The factors, if a gradient is a product or the transpose of one, and nobody else needs it."""
     node, flipped = gradient, False
-    while node.target is aten.t.default or (node.target is aten.transpose.int and _last_two(node)):
+    while node.target is aten.transpose.int and sorted(node.args[1:]) == [1, 2]:
         node, flipped = node.args[0], not flipped
-    if node.target not in PRODUCTS or len(node.users) > 1:
+    if node.target is not aten.bmm.default or len(node.users) > 1:
         return None
-    factors = node.args
-    if flipped:
-        with node.graph.inserting_before(gradient):
-            factors = [node.graph.call_function(aten.transpose.int, (one, -2, -1)) for one in reversed(node.args)]
-        for new, one in zip(factors, reversed(node.args)):
-            new.meta["val"] = one.meta["val"]
-    return PRODUCTS[node.target], factors[0], factors[1]
+    if not flipped:
+        return node.args
+    with node.graph.inserting_before(gradient):
+        first, second = (node.graph.call_function(aten.transpose.int, (one, 1, 2)) for one in node.args)
+    for new, one in zip((first, second), node.args):
+        new.meta["val"] = one.meta["val"].transpose(1, 2)
+    return second, first
 
 
-def _last_two(node: Any) -> bool:
-    dims = len(_shape(node))
-    return sorted(axis % dims for axis in node.args[1:]) == [dims - 2, dims - 1]
-
-
-def _spread(graph: fx.Graph, column: fx.Node, given: int, dims: int) -> fx.Node:
-    """A column with one number a client, or the number of one, with as many axes as a parameter has."""
-    for _ in range(dims - given):
+def _spread(graph: fx.Graph, column: fx.Node, dims: int) -> fx.Node:
+    """A column with one number a client, with as many axes as a parameter has."""
+    for _ in range(dims - 2):
         column = graph.call_function(aten.unsqueeze.default, (column, -1))
-    return graph.call_function(aten.squeeze.dim, (column, -1)) if dims < given else column
+    return graph.call_function(aten.squeeze.dim, (column, -1)) if dims < 2 else column
 
 
 def _shape(node: Any) -> tuple[int, ...]:
