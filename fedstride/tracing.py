@@ -96,19 +96,11 @@ def plain_step(traced: fx.GraphModule, parameters: int) -> Callable[..., tuple[T
 
 
 def _product(gradient: Any) -> tuple[Any, Any] | None:
-    """The factors, if a gradient is a product or the transpose of one, and nobody else needs it."""
+    """The factors, if a gradient is a product, perhaps transposed and back, and nobody else needs it."""
     node, flipped = gradient, False
     while node.target is aten.transpose.int and sorted(node.args[1:]) == [1, 2]:
         node, flipped = node.args[0], not flipped
-    if node.target is not aten.bmm.default or len(node.users) > 1:
-        return None
-    if not flipped:
-        return node.args
-    with node.graph.inserting_before(gradient):
-        first, second = (node.graph.call_function(aten.transpose.int, (one, 1, 2)) for one in node.args)
-    for new, one in zip((first, second), node.args):
-        new.meta["val"] = one.meta["val"].transpose(1, 2)
-    return second, first
+    return node.args if node.target is aten.bmm.default and len(node.users) == 1 and not flipped else None
 
 
 def _spread(graph: fx.Graph, column: fx.Node, dims: int) -> fx.Node:
