@@ -106,3 +106,11 @@ def test_a_step_that_looks_at_values_is_not_traced():
     batch = Batch(torch.randn(2, 4, 1, 8, 8, dtype=torch.float64), torch.randint(3, (2, 4)))
     held, lr = oracle.take(model.x.repeat(2, 1), 10**9), torch.ones(2, 1, dtype=torch.float64)
     assert oracle._plain_step(held, lr, batch) is None
+
+
+def test_losses_of_plain_steps_are_those_of_steps_with_a_direction():
+    clients, _ = digits()
+    options = dict(rounds=2, lr=0.05, steps=4, batch_size=5, dtype=torch.float64)
+    methods = ("fedavg", fs.algorithms.make("fedprox", mu=0.0))
+    one, other = (fs.simulate(method, fs.models.make("mlp"), clients, **options) for method in methods)
+    assert [row["local_loss"] for row in one.rows] == pytest.approx([row["local_loss"] for row in other.rows])
