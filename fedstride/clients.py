@@ -95,7 +95,7 @@ class Clients:
         """The same clients with their data on a device, floats in `dtype`, whole-number targets in int64."""
         inputs = _there(self.inputs, device, dtype if self.inputs.is_floating_point() else self.inputs.dtype)
         targets = _there(self.targets, device, dtype if self.targets.is_floating_point() else torch.int64)
-        return Clients(inputs, targets, self.order.to(device), self.sizes)
+        return Clients(inputs, targets, _there(self.order, device, self.order.dtype), self.sizes)
 
     def fleet(self, weights: str, device: torch.device) -> Fleet:
         """Weights by data size or uniform, in float64 whatever the model's dtype, since means are compared."""

@@ -29,7 +29,7 @@ from fedstride.descent import AUGMENT, Local, Moving, active, move
 from fedstride.graph import Graph, padded
 from fedstride.keys import fold
 from fedstride.oracle import Batch
-from fedstride.sampling import Jobs, Sampler
+from fedstride.sampling import Jobs, Sampler, table
 from fedstride.tracing import trace
 from fedstride.vector import VectorModel
 
@@ -183,6 +183,11 @@ class Request:
     local: Local
 
     @cached_property
+    def parts(self) -> tuple[list[Tensor], Any]:
+        """The tensors of `at`, and how they make it up."""
+        return trees.tree_flatten(self.at)
+
+    @cached_property
     def kind(self) -> tuple | None:
         """Cohorts of the same kind can be one; None: it cannot be compiled."""
         code = identity(self.direction)
@@ -190,9 +195,9 @@ class Request:
             return None
         if self.local.augment is not None and not self.keys.is_cuda:
             return None  # torch 2.13 compiles the 64-bit arithmetic of crops wrongly for CPUs
-        clients, form = self.sampler.clients, trees.tree_structure(self.at)
+        clients = self.sampler.clients
         data = (clients.inputs.data_ptr(), clients.targets.data_ptr())
-        return code, self.local, self.local.augment, form, self.sampler.batch_size, data
+        return code, self.local, self.local.augment, self.parts[1], self.sampler.batch_size, data
 
 
 class Compiled(Graph):
@@ -219,7 +224,6 @@ class Compiled(Graph):
         first = requests[0]
         sampler, at, direction, local = first.sampler, first.at, first.direction, first.local
         several = len(requests) > 1
-        form = trees.tree_structure(at)
         size, data = sampler.batch_size or 0, (sampler.clients.inputs, sampler.clients.targets)
         counts = [len(request.jobs.steps) for request in requests]
         steps = np.concatenate([request.jobs.steps for request in requests])
@@ -232,10 +236,11 @@ class Compiled(Graph):
             return torch.cat(rows) if sort is None else torch.cat(rows)[sort]
 
         if several:
-            leaves = [joined(list(parts)) for parts in zip(*(trees.tree_leaves(request.at) for request in requests))]
-            keys = joined([request.keys for request in requests])
+            leaves = [joined(list(same)) for same in zip(*(request.parts[0] for request in requests))]
+            drawing = torch.cat([request.keys for request in requests])
+            keys = drawing if sort is None else drawing[sort]
         else:
-            leaves, keys = trees.tree_leaves(at), first.keys
+            leaves, keys, drawing = first.parts[0], first.keys, first.keys
         per_client = tuple(leaf.dim() > 0 and len(leaf) == len(steps) for leaf in leaves)
         name = (*(first.kind or ()), per_client)
         program = self._programs.get(name)
@@ -252,8 +257,8 @@ class Compiled(Graph):
                 program.end(wanted, at_work)
                 at_work = wanted
             if k % slab == 0:
-                drawn = [one.sampler.table(one.jobs, one.keys, k, min(last, k + slab)) for one in requests]
-                program.draw(joined(drawn) if several else drawn[0], k)
+                drawn = table([(one.sampler, one.jobs) for one in requests], drawing, k, min(last, k + slab))
+                program.draw(drawn if sort is None else drawn[sort], k)
             try:
                 program.advance(wanted)
             except Exception as error:  # whatever it is: compiling is for speed alone
@@ -266,7 +271,7 @@ class Compiled(Graph):
             moved = [leaf[sort.argsort()] for leaf in moved]
         for start, request in zip(np.cumsum([0, *counts]), requests):
             ours = [leaf[start : start + len(request.keys)] if several else leaf for leaf in moved]
-            mine = trees.tree_unflatten(ours, form)
+            mine = trees.tree_unflatten(ours, request.parts[1])
             kept, new = ((one.y, one.losses, *trees.tree_leaves(one.carry)) for one in (request.at, mine))
             for old, value in zip(kept, new):
                 old.copy_(value)

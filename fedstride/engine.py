@@ -233,6 +233,9 @@ def _exchange(
     losses, rejected = [], 0
     carried = (answers._replace(upload=plan.wire.carry(answers.upload)) for answers in source)
     for answers, used in judged(carried, plan.guard, run.state.x.numel(), exchange.insist):
+        if answers.train_loss is not None:  # first of all, as long as a GPU has nothing else to do
+            row["steps"] += int(answers.jobs.steps.sum())
+            losses.append(answers.train_loss.cpu().numpy()[used])
         upload = answers.upload  # workers elsewhere have reduced theirs
         if not isinstance(upload, Reduced):
             upload = replies.reduce(answers.jobs, upload, used, plan.wire.bytes(upload))
@@ -242,9 +245,6 @@ def _exchange(
         transport.keep(answers, used)
         if run.timeline is not None:
             run.timeline.add(row["round"], exchange.name, answers.jobs, answers.spans, used)
-        if answers.train_loss is not None:
-            row["steps"] += int(answers.jobs.steps.sum())
-            losses.append(answers.train_loss.cpu().numpy()[used])
         if used.any():
             done.append(answers.jobs if used.all() else answers.jobs.take(used))
             replies.add(done[-1], upload)

@@ -50,7 +50,7 @@ class Full(Participation):
     everyone: ClassVar[bool] = True
 
     def draw(self, rng: np.random.Generator, weights: np.ndarray, round: int) -> Cohort:
-        return _counted(np.arange(len(weights)))
+        return Cohort(np.arange(len(weights)), np.ones(len(weights), dtype=np.int64))
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,9 @@ def finite(upload: Any, count: int) -> np.ndarray:
     """[C]: whose upload has only finite numbers. A row's sum is not finite if any of its entries is not."""
     if isinstance(upload, Reduced):
         return upload.used
-    good = np.ones(count, dtype=bool)
-    for value in upload or ():
-        good &= np.isfinite(value.sum(dim=1).cpu().numpy())
-    return good
+    if not upload:
+        return np.ones(count, dtype=bool)
+    return np.isfinite(torch.stack([value.sum(dim=1) for value in upload]).cpu().numpy()).all(axis=0)
 
 
 class Columns(NamedTuple):

@@ -27,6 +27,8 @@ class Jobs(NamedTuple):
 
     def take(self, rows: np.ndarray | slice) -> "Jobs":
         """Some of the rows."""
+        if isinstance(rows, np.ndarray) and rows.dtype == bool and rows.all():
+            return self
         return Jobs(*(field[rows] for field in self))
 
 
@@ -76,12 +78,7 @@ class Sampler:
 
     def table(self, jobs: Jobs, keys: Tensor, first: int, last: int) -> Tensor:
         """[C, steps, B]: the mini-batches of steps first..last-1, drawn with replacement."""
-        size = self.batch_size or 0
-        own = np.stack([self.clients.sizes[jobs.clients], self.clients.offsets[jobs.clients]])
-        sizes, offsets = torch.as_tensor(own, device=keys.device)[:, :, None]
-        counters = torch.arange(first * size, last * size, device=keys.device)
-        draws = below(fold(keys[:, None], counters), sizes) + offsets
-        return self.clients.order[draws].unflatten(1, (last - first, size))
+        return table([(self, jobs)], keys, first, last)
 
     def single(self, jobs: Jobs, keys: Tensor) -> Indices:
         """One mini-batch apart from those of the local steps; in a replay, the one after the last step."""
@@ -137,3 +134,19 @@ class Sampler:
             last = torch.as_tensor(sizes - 1, device=device)[:, None]
             pieces.append(Indices(self.clients.order[offsets + torch.minimum(positions, last)], counts, sizes))
         return pieces
+
+
+def table(parts: Sequence[tuple[Sampler, Jobs]], keys: Tensor, first: int, last: int) -> Tensor:
+    """The table of several cohorts, one below the other, that draw batches of the same size; in one go."""
+    size = parts[0][0].batch_size or 0
+    own = [(sampler.clients.sizes[jobs.clients], sampler.clients.offsets[jobs.clients]) for sampler, jobs in parts]
+    sizes, offsets = torch.as_tensor(np.concatenate(own, axis=1), device=keys.device)[:, :, None]
+    counters = torch.arange(first * size, last * size, device=keys.device)
+    draws = below(fold(keys[:, None], counters), sizes) + offsets
+    orders = [sampler.clients.order for sampler, _ in parts]
+    if any(order is not orders[0] for order in orders):  # other partitions of the same data
+        pieces = draws.split([len(jobs.clients) for _, jobs in parts])
+        drawn = torch.cat([order[piece] for order, piece in zip(orders, pieces)])
+    else:
+        drawn = orders[0][draws]
+    return drawn.unflatten(1, (last - first, size))

@@ -13,11 +13,12 @@ OPTIONS = dict(batch_size=4, dtype=torch.float64, rounds=3, lr=0.1, steps=[1, 4,
 
 
 def runs(clients, test):
-    """Methods that step alike, and one that does not; other seeds, rates, steps and lengths."""
+    """Methods that step alike, and one that does not; other seeds, rates, steps, lengths and partitions."""
     model = partial(fs.models.make, "mlp")
+    turned = fs.Clients(clients.inputs, clients.targets, clients.order.flip(0), clients.sizes[::-1].copy())
     return [
         partial(fs.simulate, "fedavg", model(), clients, test=test, **OPTIONS),
-        partial(fs.simulate, "fedavg", model(seed=5), clients, **OPTIONS | dict(seed=3, lr=0.02, rounds=5)),
+        partial(fs.simulate, "fedavg", model(seed=5), turned, **OPTIONS | dict(seed=3, lr=0.02, rounds=5)),
         partial(
             fs.simulate,
             "fedavgm",
