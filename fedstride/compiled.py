@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.func import grad_and_value
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as trees
 
 from fedstride.convolution import by_rows
@@ -30,7 +28,7 @@ from fedstride.graph import Graph, padded
 from fedstride.keys import fold
 from fedstride.oracle import Batch
 from fedstride.sampling import Jobs, Sampler, table
-from fedstride.tracing import trace
+from fedstride.tracing import identity, pointwise, trace
 from fedstride.vector import VectorModel
 
 INDICES = 1 << 20  # of examples that are drawn at a time
@@ -118,19 +116,6 @@ class Program:
                 if own:
                     torch._dynamo.mark_dynamic(value, 0, min=2, max=self.capacity)  # so 32 bits suffice for indices
         return torch.compile(traced)
-
-
-def identity(direction: Callable | None) -> tuple | None:
-    """What tells the code of a direction from another's; None where it closes over what may change."""
-    if direction is None:
-        return ()
-    cells = tuple(cell.cell_contents for cell in direction.__closure__ or ())
-    constants = (*cells, *(direction.__defaults__ or ()))
-    try:
-        hash(constants)
-    except TypeError:
-        return None
-    return None if any(isinstance(one, Tensor) for one in constants) else (direction.__code__, constants)
 
 
 class Layout:
@@ -298,17 +283,3 @@ class Compiled(Graph):
             counter.add_(1)
 
         return step
-
-
-def pointwise(direction: Callable | None, local: Local, at: Moving) -> bool:
-    """Whether a step treats every number of the vectors alike, whatever the others are."""
-    if local.clip is not None:
-        return False
-    if direction is None:
-        return True
-    with FakeTensorMode():
-        fakes = trees.tree_map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device), at)
-        carry = (fakes.carry,) if isinstance(at.carry, Tensor) or at.carry else ()
-        traced = make_fx(direction)(torch.empty_like(fakes.y), fakes.y, *carry, *fakes.rows)
-    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    return all(torch.Tag.pointwise in getattr(target, "tags", ()) for target in called)

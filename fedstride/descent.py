@@ -33,6 +33,11 @@ class Moving(NamedTuple):
     rows: tuple[Tensor, ...] = ()  # what the direction reads
     carry: Any = ()  # what the direction hands on from step to step; (): nothing
 
+    @property
+    def carries(self) -> bool:
+        """Whether something is handed on."""
+        return isinstance(self.carry, Tensor) or bool(self.carry)
+
 
 def move(direction: Callable[..., Any] | None, local: Local, at: Moving, g: Tensor) -> None:
     """One step along a gradient, in place."""
@@ -40,7 +45,7 @@ def move(direction: Callable[..., Any] | None, local: Local, at: Moving, g: Tens
         g = g * (local.clip / g.norm(dim=1, keepdim=True)).clamp(max=1)
     if local.weight_decay:
         g = torch.add(g, at.y, alpha=local.weight_decay)
-    if isinstance(at.carry, Tensor) or at.carry:
+    if at.carries:
         step, new = direction(g, at.y, at.carry, *at.rows)  # type: ignore[misc]
         _store(at.carry, new)
     else:

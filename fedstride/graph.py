@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from fedstride.convolution import by_rows
-from fedstride.oracle import Batch, Oracle, Vmap
+from fedstride.descent import Moving
+from fedstride.oracle import Batch, Vmap
+from fedstride.parts import Held
 from fedstride.vector import VectorModel
 
 SIZES = (9, 10, 12, 14, 16, 20, 25, 30, 35, 40, 50, 60, 70, 80)
@@ -38,6 +40,23 @@ def padded(rows: int) -> int:
     return rows if rows <= 8 else next(size * unit for size in SIZES if size * unit >= rows)
 
 
+class Replays:
+    """A cohort that steps along its recorded gradients, which are not copied first."""
+
+    def __init__(self, oracle: "Graph", y: Tensor):
+        self._oracle, self._y = oracle, y
+
+    def step(self, lr: Tensor, batch: Batch) -> tuple[Tensor]:
+        y = self._y[: len(lr)]
+        recording = self._oracle.replayed(y, batch)
+        loss, g = self._oracle.unrecorded(y, batch) if recording is None else (recording.loss.clone(), recording.g)
+        y.addcmul_(g[: len(y)], lr, value=-1)
+        return (loss[: len(y)],)
+
+    def give(self) -> None:
+        """They were moved where they are."""
+
+
 class Graph(Vmap):
     """The whole cohort in one replay."""
 
@@ -50,23 +69,20 @@ class Graph(Vmap):
         self._able = model.x.is_cuda
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        recording = self._replayed(y, batch)
+        recording = self.replayed(y, batch)
         if recording is None:
-            return self.compute(y, batch) if self._able else super().__call__(y, batch)
+            return self.unrecorded(y, batch)
         # Copies, because the next replay overwrites them.
         return recording.loss[: len(y)].clone(), recording.g[: len(y)].clone()
 
-    take, give = Oracle.take, Oracle.give
+    def hold(self, at: Moving, direction: Any, steps: int) -> Held | None:
+        return Replays(self, at.y) if direction is None else None
 
-    def step(self, held: Any, lr: Tensor, batch: Batch) -> tuple[Tensor]:
-        y = held[: len(lr)]
-        recording = self._replayed(y, batch)
-        if recording is None:
-            return Oracle.step(self, y, lr, batch)
-        y.addcmul_(recording.g[: len(y)], lr, value=-1)
-        return (recording.loss[: len(y)].clone(),)
+    def unrecorded(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Losses and gradients as `vmap` has them."""
+        return self.compute(y, batch) if self._able else super().__call__(y, batch)
 
-    def _replayed(self, y: Tensor, batch: Batch) -> Recording | None:
+    def replayed(self, y: Tensor, batch: Batch) -> Recording | None:
         """The recording for such a batch, freshly replayed on this one; None if there is none."""
         size = padded(len(y))
         shape = (size, *(None if part is None else (part.shape[1:], part.dtype) for part in batch))

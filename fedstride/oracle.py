@@ -7,8 +7,8 @@ Backends compute the same numbers to rounding:
 * `vmap` computes a whole cohort in one call. Convolutions stay convolutions: as patch products they were slower or at
   best equal wherever they were measured without compilation (docs/performance.md). A shape of batch that keeps coming
   is traced: the same operations in the same order without the work of finding them, so model and loss must be functions
-  of their arguments alone. Plain steps are traced at once where a job moves many numbers, and write no gradients
-  (fedstride/tracing.py).
+  of their arguments alone. Steps along gradients, or gradients and a term that the method adds, are traced at once
+  where a job moves many numbers, and write no gradients (fedstride/tracing.py).
 * `graph` (fedstride/graph.py) is `vmap` on a CUDA device, recorded and replayed.
 * `compiled` (fedstride/compiled.py) makes a program of a whole local step; half a minute to make, then the fastest.
 
@@ -29,14 +29,16 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fedstride.descent import Local, Moving
 from fedstride.errors import FedstrideError
 from fedstride.losses import LossFunction
-from fedstride.tracing import plain_step, trace
+from fedstride.parts import Held, Parts
+from fedstride.tracing import identity, pointwise
 from fedstride.vector import KeyedDropout, VectorModel, rewind
 
 BACKENDS = ("sequential", "vmap", "graph", "compiled")
 TRIES, TRACES = 400, 100  # a shape is traced when it has come so often that it pays; so many shapes at most
-PLAIN = 1_500_000  # parameters times steps in a job from which tracing plain steps pays within some jobs
+PLAIN = 1_500_000  # parameters times steps in a job from which tracing its steps pays within some jobs
 # About this much memory for the vectors of the clients that train together. On a CPU small enough that the allocator
 # hands the same memory out again, instead of asking the system for fresh pages every round.
 CHUNK_BYTES = 1 << 28
@@ -87,19 +89,9 @@ class Oracle:
         """Losses [C] and gradients [C, d]."""
         raise NotImplementedError
 
-    def take(self, y: Tensor, steps: int) -> Any:
-        """The rows in the form in which `step` moves them; so many steps are to come, of all clients."""
-        return y
-
-    def step(self, held: Any, lr: Tensor, batch: Batch) -> tuple[Tensor]:
-        """A plain descent step of the first clients, as many as lr has rows, in place; returns their losses."""
-        y = held[: len(lr)]
-        loss, g = self(y, batch)
-        y.addcmul_(g, lr, value=-1)
-        return (loss,)
-
-    def give(self, held: Any, y: Tensor) -> None:
-        """Write the rows back."""
+    def hold(self, at: Moving, direction: Any, steps: int) -> Held | None:
+        """The cohort in a form in which it takes steps more quickly; so many are to come, of all clients."""
+        return None
 
     def descend(self, sampler: Any, jobs: Any, keys: Tensor, at: Any, direction: Any, local: Any) -> bool:
         """All local steps of a block at once, where the backend can; False: one after the other by the caller."""
@@ -140,7 +132,8 @@ class Vmap(Oracle):
         super().__init__(model, loss, each)
         self._seen: Counter[tuple] = Counter()
         self._traces: dict[tuple, Callable | None] = {}
-        self._steps: dict[tuple, Callable | None] = {}
+        self._steps: dict[tuple, dict[tuple, Callable | None]] = {}  # by direction and by shape
+        self._pointwise: dict[tuple, bool] = {}
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         shape = (len(y), *(None if part is None else (part.shape, part.dtype) for part in batch))
@@ -152,49 +145,13 @@ class Vmap(Oracle):
             self._traces[shape] = self._trace(y, batch)
         return self.compute(y, batch)
 
-    def take(self, y: Tensor, steps: int) -> Tensor | list[Tensor]:
-        if steps * y.shape[1] < PLAIN:
-            return y
-        # Parameter by parameter: a product is added only to what is in one piece.
-        parts = zip(y.split(self.model.sizes, 1), self.model.shapes)
-        return [part.clone(memory_format=torch.contiguous_format).view(len(y), *shape) for part, shape in parts]
-
-    def step(self, held: Tensor | list[Tensor], lr: Tensor, batch: Batch) -> tuple[Tensor]:
-        if isinstance(held, Tensor):
-            return super().step(held, lr, batch)
-        own = [part[: len(lr)] for part in held]
-        given = [part for part in batch if part is not None]
-        shape = tuple(None if part is None else (part.shape[1:], part.dtype) for part in batch)
-        if shape not in self._steps:
-            self._steps[shape] = self._plain_step(own, lr, batch)
-        step = self._steps[shape]
-        if step is not None:
-            return step(*own, lr, *given)
-        g, loss = self.rowwise(grad_and_value(self.row_loss), own, *batch)
-        for part, gradient in zip(own, g):
-            part.addcmul_(gradient, lr.view(-1, *[1] * (part.dim() - 1)), value=-1)
-        return (loss,)
-
-    def give(self, held: Tensor | list[Tensor], y: Tensor) -> None:
-        if not isinstance(held, Tensor):
-            for part, moved in zip(y.split(self.model.sizes, 1), held):
-                part.copy_(moved.reshape(len(y), -1))
-
-    def _plain_step(self, own: list[Tensor], lr: Tensor, batch: Batch) -> Callable | None:
-        """A step that writes no gradients (fedstride/tracing.py); None where it depends on the values."""
-
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            parts, rest = list(tensors[: len(own)]), iter(tensors[len(own) + 1 :])
-            g, loss = self.rowwise(
-                grad_and_value(self.row_loss), parts, *(None if part is None else next(rest) for part in batch)
-            )
-            return loss, *g
-
-        tensors = [*own, lr, *(part for part in batch if part is not None)]
-        try:
-            return plain_step(trace(gradients, tensors, [True] * len(tensors)), len(own))
-        except Exception:  # whatever it is: tracing is for speed alone
+    def hold(self, at: Moving, direction: Any, steps: int) -> Held | None:
+        code = identity(direction)
+        if steps * at.y.shape[1] < PLAIN or code is None or any(row.dim() != 2 for row in at.rows):
             return None
+        if code not in self._pointwise:
+            self._pointwise[code] = pointwise(direction, Local(), at)
+        return Parts(self, at, direction, self._steps.setdefault(code, {})) if self._pointwise[code] else None
 
     def compute(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Losses and gradients by function transforms."""

@@ -1,8 +1,9 @@
-"""Functions of a cohort written down as graphs, for any number of clients; and plain steps made of gradients.
+"""Functions of a cohort written down as graphs, for any number of clients; and steps made of gradients.
 
-A plain step `y <- y - lr g` needs no gradient as a whole: where a parameter's is a product of matrices, as that of a
-linear layer's weight is, the product is added to the parameter while it is made. That saves writing the gradient and
-reading it again, which on a CPU takes as long as all arithmetic of a small network.
+A step `y <- y - lr g` needs no gradient as a whole: where a parameter's is a product of matrices, as that of a linear
+layer's weight is, the product is added to the parameter while it is made. That saves writing the gradient and reading
+it again, which on a CPU takes as long as all arithmetic of a small network. What a method adds to the gradient, such as
+SCAFFOLD's drift, is added to the parameter apart.
 """
 
 import operator
@@ -13,10 +14,14 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as trees
+
+from fedstride.descent import Local, Moving
 
 PRIMES = (8191, 8209, 8219, 8221, 8231, 8233, 8237, 8243)  # a number of clients that is told from all other lengths
 
 aten = torch.ops.aten
+SUMS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 
 
@@ -60,10 +65,10 @@ def _free(traced: fx.GraphModule, size: int, row: int) -> None:
     traced.recompile()
 
 
-def plain_step(traced: fx.GraphModule, parameters: int) -> Callable[..., tuple[Tensor]] | None:
-    """A step from a graph f(*parameters, lr [C, 1], *rest) -> (loss, *gradients); moves parameters, returns (loss,).
+def moving_step(traced: fx.GraphModule, parameters: int) -> Callable[..., tuple[Tensor]] | None:
+    """A step from a graph f(*parameters, lr [C, 1], *rest) -> (loss, *directions); moves parameters, returns (loss,).
 
-    None where a gradient or the loss shares memory with a parameter: that would have moved before it is used.
+    None where what is added shares memory with a parameter: that would have moved before it is used.
     """
     graph = traced.graph
     graph.eliminate_dead_code()
@@ -74,25 +79,38 @@ def plain_step(traced: fx.GraphModule, parameters: int) -> Callable[..., tuple[T
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     own, lr = arguments[:parameters], arguments[parameters]
     end: Any = next(iter(reversed(graph.nodes)))
-    loss, *gradients = end.args[0]
-    products = [_product(gradient) for gradient in gradients]
-    operands = [node for gradient, product in zip(gradients, products) for node in (product or (gradient,))]
+    loss, *directions = end.args[0]
+    split = [_split(direction) for direction in directions]
+    operands = [node for product, rest in split for node in (*product, *(term for _, term in rest))]
     held = {_memory(node) for node in own}
     if any(_memory(node) in held for node in (loss, *operands)):
         return None
     with graph.inserting_before(end):
         back = graph.call_function(aten.neg.default, (lr,))
-        for parameter, gradient, product in zip(own, gradients, products):
-            rate = _spread(graph, back, len(_shape(parameter)))
-            if product is None:
-                graph.call_function(aten.addcmul_.default, (parameter, gradient, rate))
-            else:
-                scaled = graph.call_function(aten.mul.Tensor, (product[0], rate))
+        for parameter, (product, rest) in zip(own, split):
+            rates = {-1: _spread(graph, lr, len(_shape(parameter))), 1: _spread(graph, back, len(_shape(parameter)))}
+            for sign, term in rest:
+                graph.call_function(aten.addcmul_.default, (parameter, term, rates[sign]))
+            if product:
+                scaled = graph.call_function(aten.mul.Tensor, (product[0], rates[1]))
                 graph.call_function(aten.baddbmm_.default, (parameter, scaled, product[1]))
     end.args = ((loss,),)
     graph.eliminate_dead_code()
     traced.recompile()
     return traced.forward
+
+
+def _split(direction: Any) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
+    """The factors of the product that a direction begins with, and what is added to it, with signs.
+
+    Where it does not begin with one, no factors, and the direction as it is.
+    """
+    node, rest = direction, []
+    while node.target in SUMS and len(node.args) == 2 and not node.kwargs and isinstance(node.args[1], fx.Node):
+        rest.append((SUMS[node.target], node.args[1]))
+        node = node.args[0]
+    product = _product(node)
+    return ((), [(1, direction)]) if product is None else (product, rest)
 
 
 def _product(gradient: Any) -> tuple[Any, Any] | None:
@@ -116,3 +134,34 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 def _memory(node: Any) -> int:
     return node.meta["val"].untyped_storage()._cdata
+
+
+def identity(direction: Callable | None) -> tuple | None:
+    """What tells the code of a direction from another's; None where it closes over what may change."""
+    if direction is None:
+        return ()
+    cells = tuple(cell.cell_contents for cell in direction.__closure__ or ())
+    constants = (*cells, *(direction.__defaults__ or ()))
+    try:
+        hash(constants)
+    except TypeError:
+        return None
+    changing = any(isinstance(one, Tensor) for one in trees.tree_leaves(constants))
+    return None if changing else (direction.__code__, constants)
+
+
+def pointwise(direction: Callable | None, local: Local, at: Moving) -> bool:
+    """Whether a step treats every number of the vectors alike, whatever the others are."""
+    if local.clip is not None:
+        return False
+    if direction is None:
+        return True
+    try:
+        with FakeTensorMode():
+            fakes = trees.tree_map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device), at)
+            carry = (fakes.carry,) if at.carries else ()
+            traced = make_fx(direction)(torch.empty_like(fakes.y), fakes.y, *carry, *fakes.rows)
+    except Exception:  # it looks at values, or at tensors that it was not given
+        return False
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    return all(torch.Tag.pointwise in getattr(target, "tags", ()) for target in called)

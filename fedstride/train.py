@@ -5,7 +5,6 @@ prefix shrinks as they finish: nobody waits and no gradient is wasted.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,10 +93,10 @@ class Work:
     def _descend(self, jobs: Jobs, keys: Tensor, own: Moving, direction: Callable[..., Any] | None) -> None:
         """The local steps of a block, one after the other."""
         full, slab = self._sampler.full, self._slab(len(keys))
-        if direction is None and self._sampler.sampling == "replacement" and not full and self._local == Local():
-            self._descend_plainly(jobs, keys, own, slab)
-            return
         pieces: list[Indices | Batch] = self._pieces(jobs) if full else []
+        held = None
+        if self._sampler.sampling == "replacement" and not full and self._local == Local() and not own.carries:
+            held = self._oracle.hold(own, direction, int(jobs.steps.sum()))
         count = 0
         for k, wanted in enumerate(active(jobs.steps)):
             if wanted != count:  # somebody finished: the prefix shrinks
@@ -105,23 +104,17 @@ class Work:
                 at = cut(own, slice(0, count), len(keys))
             if not full and k % slab == 0:
                 batches = self._batches(jobs, keys, k, min(int(jobs.steps[0]), k + slab))
-            if full:
+            if held is not None:
+                (loss,) = self._apply(held.step, (at.lr,), batches[k % slab], keys, k)
+            elif full:
                 loss, g = self._total(self._oracle, (at.y,), pieces, keys, FULL_PASS + k)
+                move(direction, self._local, at, g)
             else:
                 loss, g = self._apply(self._oracle, (at.y,), batches[k % slab], keys, k)
+                move(direction, self._local, at, g)
             at.losses.add_(loss)
-            move(direction, self._local, at, g)
-
-    def _descend_plainly(self, jobs: Jobs, keys: Tensor, own: Moving, slab: int) -> None:
-        """Steps along the gradients themselves."""
-        held = self._oracle.take(own.y, int(jobs.steps.sum()))
-        step = partial(self._oracle.step, held)
-        for k, count in enumerate(active(jobs.steps)):
-            if k % slab == 0:
-                batches = self._batches(jobs, keys, k, min(int(jobs.steps[0]), k + slab))
-            (loss,) = self._apply(step, (own.lr[:count],), batches[k % slab], keys, k)
-            own.losses[:count].add_(loss)
-        self._oracle.give(held, own.y)
+        if held is not None:
+            held.give()
 
     def gradient(self, x: Tensor, full: bool = True) -> Tensor:
         """Gradients [C, d] at x: over all local data, or over one mini-batch of the run's batch size."""

@@ -7,6 +7,7 @@ from problems import Quadratics, digits, small_network
 from torch import nn
 
 import fedstride as fs
+from fedstride.descent import Moving
 from fedstride.graph import padded
 from fedstride.oracle import Batch, Vmap, choose, make
 from fedstride.sampling import Sampler
@@ -473,12 +474,12 @@ def test_recordings_equal_vmap_at_every_size(dtype, weighted, monkeypatch):
             )
             for one, two in zip(graph(y, batch), vmap(y, batch)):
                 torch.testing.assert_close(one, two)
-            mine, other = y.clone(), y.clone()
-            lr = torch.full((rows, 1), 0.1, dtype=dtype, device="cuda")
-            held = vmap.take(other, 10**9)
-            torch.testing.assert_close(graph.step(mine, lr, batch), vmap.step(held, lr, batch))
-            vmap.give(held, other)
-            torch.testing.assert_close(mine, other)
+            mine, other = (Moving(y.clone(), *(y.new_full((rows, 1), 0.1),) * 3) for _ in range(2))
+            steps = [oracle.hold(at, None, 10**9) for oracle, at in ((graph, mine), (vmap, other))]
+            torch.testing.assert_close(*(held.step(mine.lr, batch) for held in steps))
+            for held in steps:
+                held.give()
+            torch.testing.assert_close(mine.y, other.y)
             kept.append((y, y.clone()))
     assert all(torch.equal(y, before) for y, before in kept)  # nobody's model is written to
     assert sorted(shape[0] for shape in graph._recordings) == [1, 5, 12, 14]

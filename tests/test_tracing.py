@@ -1,4 +1,4 @@
-"""Plain steps that write no gradients, equal to steps along gradients."""
+"""Steps that write no gradients, equal to steps along gradients."""
 
 import pytest
 import torch
@@ -6,8 +6,9 @@ from problems import digits
 from torch import nn
 
 import fedstride as fs
+from fedstride.descent import Moving
 from fedstride.oracle import Batch, make
-from fedstride.tracing import plain_step
+from fedstride.tracing import moving_step
 from fedstride.vector import VectorModel
 
 
@@ -43,15 +44,34 @@ def convolutional():
 CASES = [(linear, 1), (deep, 2), (convolutional, 1), (Products, 2), (lambda: Products(chained=True), None)]
 
 
+def drift(g, y, own, one, column):
+    """What methods add to a gradient: a vector of each client, one that all share, a number of each, and y itself."""
+    return g + own - 0.5 * (y - one) + column * y
+
+
+DIRECTIONS = [(None, 0), (drift, 3), (lambda g, y, *rows: -g, 0), (lambda g, y, own, *rows: g * own, 0)]
+
+
+def on_its_way(model, clients):
+    """Clients anywhere near the model, and what a direction may read of them."""
+    size = len(model.x)
+    y = model.x + 0.1 * torch.randn(clients, size, dtype=torch.float64)
+    rows = [torch.randn(shape, dtype=torch.float64) for shape in ((clients, size), (1, size), (clients, 1))]
+    return Moving(y, y.new_zeros(clients, 1), y.new_zeros(clients), y.new_zeros(clients), tuple(rows))
+
+
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("direction", "added"), DIRECTIONS)
 @pytest.mark.parametrize(("network", "products"), CASES)
-def test_a_plain_step_equals_a_step_along_the_gradient(network, products, weighted):
+def test_a_step_equals_one_along_the_gradient(network, products, direction, added, weighted):
     """One trace for every number of clients; `products` of its gradients are never written down."""
     torch.manual_seed(0)
     model = VectorModel(network(), torch.float64)
     oracle = make("vmap", model, fs.losses.cross_entropy, (fs.losses.cross_entropy.each, "mean"))
-    y = model.x + 0.1 * torch.randn(5, len(model.x), dtype=torch.float64)
-    expected, held = y.clone(), oracle.take(y, 10**9)
+    at = on_its_way(model, 5)
+    if direction is None:
+        at = at._replace(rows=())
+    expected, held = at.y.clone(), oracle.hold(at, direction, 10**9)
     for count in (5, 4, 1, 1):
         batch = Batch(
             torch.randn(count, 8, 1, 8, 8, dtype=torch.float64),
@@ -59,26 +79,42 @@ def test_a_plain_step_equals_a_step_along_the_gradient(network, products, weight
             torch.rand(count, 8, dtype=torch.float64) if weighted else None,
             torch.arange(count) if model.dropouts else None,
         )
-        lr = torch.rand(count, 1, dtype=torch.float64)
-        (loss,) = oracle.step(held, lr, batch)
+        lr = 0.1 * torch.rand(count, 1, dtype=torch.float64)
+        (loss,) = held.step(lr, batch)
         right, g = oracle(expected[:count], batch)
-        expected[:count] -= lr * g
+        rows = [row[:count] if len(row) == 5 else row for row in at.rows]
+        expected[:count] -= lr * (g if direction is None else direction(g, expected[:count], *rows))
         torch.testing.assert_close(loss, right, rtol=1e-12, atol=1e-12)
-    oracle.give(held, y)
-    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    (step,) = oracle._steps.values()
-    if products is None:  # a factor is a view of another parameter, which moves too
+    held.give()
+    torch.testing.assert_close(at.y, expected, rtol=1e-12, atol=1e-12)
+    ((step,),) = (found.values() for found in oracle._steps.values())
+    if products is None and direction in (None, drift):  # a factor is a view of another parameter, which moves too
         assert step is None
-    else:
-        assert step.__self__.code.count("baddbmm_.default(") == products
+    elif direction in (None, drift):
+        code = step.__self__.code
+        assert code.count("baddbmm_.default(") == products
+        assert code.count("addcmul_.default(") == products * added + len(model.sizes) - products
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedbuff"])
+def test_a_direction_that_looks_at_whole_vectors_is_not_cut():
+    model = VectorModel(linear(), torch.float64)
+    oracle = make("vmap", model, fs.losses.cross_entropy, None)
+    at = on_its_way(model, 2)
+    assert oracle.hold(at, drift, 10**9) is not None
+    assert oracle.hold(at, drift, 3) is None  # too short for tracing to pay
+    assert oracle.hold(at, lambda g, y, *rows: g / g.norm(dim=1, keepdim=True), 10**9) is None
+    assert oracle.hold(at, lambda g, y, *rows: g if float(g.sum()) > 0 else -g, 10**9) is None
+    assert oracle.hold(at, lambda g, y, *rows: g + at.y, 10**9) is None  # it closes over what may change
+    owner = nn.Linear(1, 1)
+    assert oracle.hold(at, lambda g, y, *rows: g + owner.bias, 10**9) is None
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbuff", "scaffold", "fedprox", "feddyn"])
 def test_whole_runs_agree_with_clients_one_by_one(method, monkeypatch):
     """Long jobs of unequal length; a fleet that differs in speed starts from several models at once."""
     traced = []
     monkeypatch.setattr("fedstride.oracle.PLAIN", 10_000)
-    monkeypatch.setattr("fedstride.oracle.plain_step", lambda *given: traced.append(plain_step(*given)) or traced[-1])
+    monkeypatch.setattr("fedstride.parts.moving_step", lambda *given: traced.append(moving_step(*given)) or traced[-1])
     clients, _ = digits()
     options = dict(rounds=3, lr=0.05, steps=[60 - 7 * i for i in range(len(clients))], batch_size=5)
     options |= dict(dtype=torch.float64, world=fs.World(devices=[0.1 + 0.07 * i for i in range(len(clients))]))
@@ -104,13 +140,6 @@ def test_a_step_that_looks_at_values_is_not_traced():
     model = VectorModel(Branches(), torch.float64)
     oracle = make("vmap", model, fs.losses.cross_entropy, None)
     batch = Batch(torch.randn(2, 4, 1, 8, 8, dtype=torch.float64), torch.randint(3, (2, 4)))
-    held, lr = oracle.take(model.x.repeat(2, 1), 10**9), torch.ones(2, 1, dtype=torch.float64)
-    assert oracle._plain_step(held, lr, batch) is None
-
-
-def test_losses_of_plain_steps_are_those_of_steps_with_a_direction():
-    clients, _ = digits()
-    options = dict(rounds=2, lr=0.05, steps=4, batch_size=5, dtype=torch.float64)
-    methods = ("fedavg", fs.algorithms.make("fedprox", mu=0.0))
-    one, other = (fs.simulate(method, fs.models.make("mlp"), clients, **options) for method in methods)
-    assert [row["local_loss"] for row in one.rows] == pytest.approx([row["local_loss"] for row in other.rows])
+    at = on_its_way(model, 2)._replace(rows=())
+    held, lr = oracle.hold(at, None, 10**9), torch.ones(2, 1, dtype=torch.float64)
+    assert held._traced(held._parts, lr, [], batch) is None
