@@ -19,6 +19,7 @@ from fedstride.sampling import Indices, Jobs, Sampler
 ELEMENTS = 1 << 24  # numbers of input data one oracle call may hold: 64 MiB in float32
 ROW = 1 << 17  # the same for one client, where the cut must not depend on how many clients there are
 GATHER = 1 << 18  # numbers of input data gathered ahead for later steps: more would fall out of the cache
+DRAW = 1 << 16  # examples drawn ahead, where they are too large to be gathered
 FULL_PASS = 1 << 40  # key offset of full-gradient passes, far from any mini-batch step
 
 
@@ -163,12 +164,15 @@ class Work:
         return (self._oracle.curvatures(y, v, batch),)
 
     def _slab(self, rows: int) -> int:
-        """How many steps' batches to draw and gather at a time."""
-        return max(1, GATHER // (rows * (self._sampler.batch_size or 1) * self._example))
+        """How many steps' batches to draw at a time."""
+        examples = rows * (self._sampler.batch_size or 1)
+        ahead = GATHER // (examples * self._example)
+        return ahead if ahead > 1 else max(1, DRAW // examples)
 
     def _batches(self, jobs: Jobs, keys: Tensor, first: int, last: int) -> list[Indices | Batch]:
-        """The mini-batches of some steps; gathered in one go where none is ragged."""
-        if self._sampler.sampling != "replacement":
+        """The mini-batches of some steps; gathered in one go where none is ragged and all are small."""
+        size = len(keys) * (self._sampler.batch_size or 1) * self._example
+        if self._sampler.sampling != "replacement" or size * (last - first) > GATHER:
             return list(self._sampler.batches(jobs, keys, first, last))
         rows, data = self._sampler.table(jobs, keys, first, last).transpose(0, 1).contiguous(), self._sampler.clients
         return [Batch(*both) for both in zip(picked(data.inputs, rows), picked(data.targets, rows))]
