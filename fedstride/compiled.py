@@ -166,6 +166,7 @@ class Request:
     at: Moving
     direction: Callable | None
     local: Local
+    begun: int  # steps that are done already
 
     @cached_property
     def parts(self) -> tuple[list[Tensor], Any]:
@@ -182,7 +183,7 @@ class Request:
             return None  # torch 2.13 compiles the 64-bit arithmetic of crops wrongly for CPUs
         clients = self.sampler.clients
         data = (clients.inputs.data_ptr(), clients.targets.data_ptr())
-        return code, self.local, self.local.augment, self.parts[1], self.sampler.batch_size, data
+        return self.begun, code, self.local, self.local.augment, self.parts[1], self.sampler.batch_size, data
 
 
 class Compiled(Graph):
@@ -196,9 +197,10 @@ class Compiled(Graph):
         self._compiles = True
 
     def descend(
-        self, sampler: Sampler, jobs: Jobs, keys: Tensor, at: Moving, direction: Callable | None, local: Local
-    ) -> bool:
-        request = Request(sampler, jobs, keys, at, direction, local)
+        self, sampler: Sampler, jobs: Jobs, keys: Tensor, at: Moving, direction: Callable | None, local: Local,
+        first: int,
+    ) -> bool:  # fmt: skip
+        request = Request(sampler, jobs, keys, at, direction, local, first)
         return request.kind is not None and self.descend_all([request])
 
     @torch.no_grad()
@@ -227,7 +229,7 @@ class Compiled(Graph):
         else:
             leaves, keys, drawing = first.parts[0], first.keys, first.keys
         per_client = tuple(leaf.dim() > 0 and len(leaf) == len(steps) for leaf in leaves)
-        name = (*(first.kind or ()), per_client)
+        name = (*(first.kind or ())[1:], per_client)  # wherever they begin
         program = self._programs.get(name)
         if program is None or program.capacity < len(steps):
             whole = not pointwise(direction, local, at)
@@ -237,11 +239,11 @@ class Compiled(Graph):
             self._programs[name] = program
         program.fill(leaves, keys)
         slab, last, at_work = program.slab, int(steps.max()), len(steps)
-        for k, wanted in enumerate(active(steps[order])):
+        for k, wanted in enumerate(active(steps[order])[first.begun :], first.begun):
             if wanted < at_work:
                 program.end(wanted, at_work)
                 at_work = wanted
-            if k % slab == 0:
+            if (k - first.begun) % slab == 0:
                 drawn = table([(one.sampler, one.jobs) for one in requests], drawing, k, min(last, k + slab))
                 program.draw(drawn if sort is None else drawn[sort], k)
             try:

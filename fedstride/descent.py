@@ -39,12 +39,21 @@ class Moving(NamedTuple):
         return isinstance(self.carry, Tensor) or bool(self.carry)
 
 
-def move(direction: Callable[..., Any] | None, local: Local, at: Moving, g: Tensor) -> None:
-    """One step along a gradient, in place."""
+def shifted(g: Tensor, y: Tensor, shift: Tensor) -> Tensor:
+    """The direction of methods that correct gradients by a vector; one function, so that their runs step as one."""
+    return g + shift
+
+
+def shaped(local: Local, y: Tensor, g: Tensor) -> Tensor:
+    """A gradient with the options of the local optimiser."""
     if local.clip is not None:
         g = g * (local.clip / g.norm(dim=1, keepdim=True)).clamp(max=1)
-    if local.weight_decay:
-        g = torch.add(g, at.y, alpha=local.weight_decay)
+    return torch.add(g, y, alpha=local.weight_decay) if local.weight_decay else g
+
+
+def move(direction: Callable[..., Any] | None, local: Local, at: Moving, g: Tensor) -> None:
+    """One step along a gradient, in place."""
+    g = shaped(local, at.y, g)
     if at.carries:
         step, new = direction(g, at.y, at.carry, *at.rows)  # type: ignore[misc]
         _store(at.carry, new)

@@ -93,8 +93,8 @@ class Oracle:
         """The cohort in a form in which it takes steps more quickly; so many are to come, of all clients."""
         return None
 
-    def descend(self, sampler: Any, jobs: Any, keys: Tensor, at: Any, direction: Any, local: Any) -> bool:
-        """All local steps of a block at once, where the backend can; False: one after the other by the caller."""
+    def descend(self, sampler: Any, jobs: Any, keys: Tensor, at: Any, direction: Any, local: Any, first: int) -> bool:
+        """All local steps of a block from one on, where the backend can; False: one after the other by the caller."""
         return False
 
     def row_curvature(self, row: Tensor, v: Tensor, *batch: Any) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstride.descent import AUGMENT, Local, Moving, active, cut, move
+from fedstride.descent import AUGMENT, Local, Moving, active, cut, move, shaped
 from fedstride.keys import fold
 from fedstride.oracle import Batch, Oracle
 from fedstride.sampling import Indices, Jobs, Sampler
@@ -66,52 +66,65 @@ class Work:
         rows: tuple[Tensor, ...] = (),
         carry: Any = None,
         lr: Tensor | None = None,
+        first: bool = False,
     ) -> Any:
         """Every client's local steps from x: y <- y - lr * direction(g, y, *rows).
 
         Per-client tensors reach `direction` only through `rows` and `carry`, because they are sliced as clients
         finish. With a carry (a tensor or tuple of per-client tensors), `direction(g, y, carry, *rows)` returns (step,
-        carry) and `descend` returns (y, carry).
+        carry) and `descend` returns (y, carry); with `first` it returns (y, gradients of the first steps).
         """
         count = len(self.steps)
         y, rate = x.new_empty(count, x.shape[-1]), (self.lr if lr is None else lr).expand(count, 1)
         losses = self.steps.new_zeros(count)
         velocity = torch.zeros_like(y) if self._local.momentum else losses
+        begun, gradients = (1, torch.empty_like(y)) if first else (0, y)
 
         def train(block: slice) -> None:
             jobs, keys = self.jobs.take(block), self._keys[block]
             given = cut((rows, () if carry is None else carry), block, count)
             own = Moving(y[block], rate[block], losses[block], velocity[block], *given)
             own.y.copy_(cut(x, block, count))
-            if not self._oracle.descend(self._sampler, jobs, keys, own, direction, self._local):
-                self._descend(jobs, keys, own, direction)
+            if first:
+                self._descend(jobs, keys, own, direction, 0, 1, gradients[block])
+            if not self._oracle.descend(self._sampler, jobs, keys, own, direction, self._local, begun):
+                self._descend(jobs, keys, own, direction, begun)
 
         self._oracle.map(train, self._oracle.blocks(count))
         self.evaluations += self.jobs.steps
         self.train_loss = losses / self.steps[:, 0].clamp(min=1)
+        if first:
+            return y, gradients
         return y if carry is None else (y, carry)
 
-    def _descend(self, jobs: Jobs, keys: Tensor, own: Moving, direction: Callable[..., Any] | None) -> None:
-        """The local steps of a block, one after the other."""
+    def _descend(
+        self, jobs: Jobs, keys: Tensor, own: Moving, direction: Callable[..., Any] | None, first: int = 0,
+        last: int | None = None, kept: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Some local steps of a block, one after the other; `kept` is where the last gradient goes."""
         full, slab = self._sampler.full, self._slab(len(keys))
         pieces: list[Indices | Batch] = self._pieces(jobs) if full else []
         held = None
-        if self._sampler.sampling == "replacement" and not full and self._local == Local() and not own.carries:
+        plain = self._local == Local() and not own.carries and kept is None
+        if plain and self._sampler.sampling == "replacement" and not full:
             held = self._oracle.hold(own, direction, int(jobs.steps.sum()))
         count = 0
-        for k, wanted in enumerate(active(jobs.steps)):
+        for k, wanted in enumerate(active(jobs.steps)[first:last], first):
             if wanted != count:  # somebody finished: the prefix shrinks
                 count = wanted
                 at = cut(own, slice(0, count), len(keys))
-            if not full and k % slab == 0:
-                batches = self._batches(jobs, keys, k, min(int(jobs.steps[0]), k + slab))
+            place = (k - first) % slab
+            if not full and place == 0:
+                batches = self._batches(jobs, keys, k, min(int(jobs.steps[0]), last or k + slab, k + slab))
             if held is not None:
-                (loss,) = self._apply(held.step, (at.lr,), batches[k % slab], keys, k)
-            elif full:
-                loss, g = self._total(self._oracle, (at.y,), pieces, keys, FULL_PASS + k)
-                move(direction, self._local, at, g)
+                (loss,) = self._apply(held.step, (at.lr,), batches[place], keys, k)
             else:
-                loss, g = self._apply(self._oracle, (at.y,), batches[k % slab], keys, k)
+                if full:
+                    loss, g = self._total(self._oracle, (at.y,), pieces, keys, FULL_PASS + k)
+                else:
+                    loss, g = self._apply(self._oracle, (at.y,), batches[place], keys, k)
+                if kept is not None:
+                    kept.copy_(shaped(self._local, at.y, g))
                 move(direction, self._local, at, g)
             at.losses.add_(loss)
         if held is not None:

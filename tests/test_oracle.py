@@ -7,10 +7,13 @@ from problems import Quadratics, digits, small_network
 from torch import nn
 
 import fedstride as fs
-from fedstride.descent import Moving
+from fedstride import oracle as oracles
+from fedstride.descent import Local, Moving, shifted
 from fedstride.graph import padded
+from fedstride.keys import job_keys
 from fedstride.oracle import Batch, Vmap, choose, make
-from fedstride.sampling import Sampler
+from fedstride.sampling import Jobs, Sampler
+from fedstride.train import Work
 from fedstride.vector import VectorModel
 
 CPU = torch.device("cpu")
@@ -517,3 +520,38 @@ def test_a_loss_that_cannot_be_traced_goes_on_as_before(monkeypatch):
     monkeypatch.setattr("fedstride.oracle.TRIES", 2)
     monkeypatch.setattr("fedstride.oracle.make_fx", lambda function: (_ for _ in ()).throw(RuntimeError("no")))
     assert torch.equal(plain.x, run(small_network(), clients, backend="vmap").x)
+
+
+@pytest.mark.parametrize("backend", ["sequential", "vmap", "compiled"])
+@pytest.mark.parametrize("local", [Local(), Local(weight_decay=0.2, clip=0.5)], ids=["plain", "decay and clip"])
+@pytest.mark.parametrize(("size", "sampling"), [(5, "replacement"), (5, "shuffle"), (None, "replacement")])
+def test_first_gradients_are_those_a_carry_collects(backend, local, size, sampling, monkeypatch):
+    """Nothing else changes: neither what the steps draw nor where they end nor their losses."""
+    monkeypatch.setattr(oracles, "PLAIN", 0)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    clients, _ = digits()
+    clients = clients.to(torch.device("cpu"), torch.float64)
+    vector = VectorModel(small_network(0.3), torch.float64)
+    each = (fs.losses.cross_entropy.each, "mean")
+    steps = np.array([6, 4, 4, 3, 1, 1])
+    jobs = Jobs(np.arange(6), 0 * steps, 0 * steps, steps, steps, 0.05 * steps, 1 + 0 * steps)
+    keys = job_keys(0, "train", *jobs[:3], torch.device("cpu"))
+    shift = torch.linspace(-1, 1, 6, dtype=torch.float64)[:, None].expand(-1, len(vector.x)) / 10
+
+    def collect(g, y, carry, shift):
+        k, first = carry
+        return g + shift, (k + 1, torch.where(k == 0, g, first))
+
+    def work(name):
+        oracle = oracles.make(name, vector, fs.losses.cross_entropy, each)
+        return Work(oracle, Sampler(clients, size, sampling), jobs, keys, local)
+
+    with torch.no_grad():
+        one, other = work(backend), work("vmap")
+        y, first = one.descend(vector.x[None], shifted, rows=(shift,), first=True)
+        start = (other.column(), other.zeros(vector.x[None]))
+        expected, (_, collected) = other.descend(vector.x[None], collect, rows=(shift,), carry=start)
+    torch.testing.assert_close(first, collected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(one.train_loss, other.train_loss, rtol=1e-10, atol=1e-12)
+    assert (one.evaluations == steps).all()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fedstride.algorithm import check_choice
+from fedstride.descent import shifted
 from fedstride.errors import FedstrideError
 
 SENDS_FIRST = {"std": (False, True), "avg": (False, False), "first": (True, True), "reverse": (True, False)}
@@ -18,12 +19,6 @@ class Message(NamedTuple):
 
 class Reference(NamedTuple):
     v: Tensor
-
-
-class Carry(NamedTuple):
-    k: Tensor
-    first: Tensor
-    total: Tensor
 
 
 def calibration_at(calibration, round):
@@ -70,15 +65,9 @@ def sends_first(mode, steps, mean_steps):
 
 def calibrated(method, work, msg, nu):
     """Local steps along g + calibration (nu - nu_i); returns y, the mean and the first of the raw gradients."""
-
-    def direction(g, y, carry, shift):
-        first = torch.where(carry.k == 0, g, carry.first)
-        return g + shift, Carry(carry.k + 1, first, carry.total.add_(g))
-
     shift = calibration_at(method.calibration, work.round).to(nu.dtype) * (msg.nu - nu)
-    start = Carry(work.column(), work.zeros(msg.x), work.zeros(msg.x))
-    y, carry = work.descend(msg.x, direction, rows=(shift,), carry=start)
-    return y, carry.total / work.steps, carry.first
+    y, first = work.descend(msg.x, shifted, rows=(shift,), first=True)
+    return y, (msg.x - y) / (work.steps * work.lr) - shift, first
 
 
 def recomputed(method, replies, nu, local):

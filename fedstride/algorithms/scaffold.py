@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor, zeros_like
 
 from fedstride.algorithm import Algorithm, check_choice, check_number, register
+from fedstride.descent import shifted
 
 
 class State(NamedTuple):
@@ -66,7 +67,7 @@ class Scaffold(Algorithm):
 
     def client(self, work, msg, memory):
         drift = msg.c - memory.c
-        y = work.descend(msg.x, lambda g, y, drift: g + drift, rows=(drift,))
+        y = work.descend(msg.x, shifted, rows=(drift,))
         c = work.gradient(msg.x) if self.option == "I" else (msg.x - y) / (work.travel * work.lr) - drift
         return Upload(y - msg.x, c - memory.c), Control(c)
 

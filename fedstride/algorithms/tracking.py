@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, zeros_like
 
 from fedstride.algorithm import Algorithm, Delta, Exchange, check_choice, check_number, register
+from fedstride.descent import shifted
 
 
 class State(NamedTuple):
@@ -74,7 +75,7 @@ class GradientTracking(Algorithm):
 
     def client(self, work, msg, memory):
         correction = msg.gf - memory.g
-        y = work.descend(memory.x, lambda g, y, c: g + c, rows=(correction,), lr=self.rate(work, msg))
+        y = work.descend(memory.x, shifted, rows=(correction,), lr=self.rate(work, msg))
         return Delta(y - memory.x), memory
 
     def server(self, state, replies):
