@@ -1,7 +1,7 @@
-"""What an item will cost, roughly: floating-point operations of all local steps over what machines like these did.
+"""What an item will cost, roughly: the arithmetic of all examples over what machines like these did.
 
-The rates are those this project reached with the papers' networks (docs/performance.md); evaluation comes on
-top, and a run that stops at its target ends earlier. Good to a factor of two or three.
+The rates are those this project reached with the papers' networks (docs/performance.md), the other numbers are fitted
+to stored results. A run that stops at its target ends earlier. Good to a factor of two or three.
 """
 
 import math
@@ -15,11 +15,14 @@ from fedstride.experiment import Experiment
 from fedstride.reproduce.items import Item
 from fedstride.reproduce.store import points
 
-RATES = {"cpu": 50e9, "cuda": 2e12}  # operations a second: two cores; one H200
-LAUNCH = {"cpu": 1e-3, "cuda": 2e-3}  # seconds that a step of a cohort takes however small it is
+RATES = {"cpu": 25e9, "cuda": 2e12}  # operations a second: two cores; one H200
+EXAMPLE = {"cpu": 8e-6, "cuda": 2e-7}  # seconds that an example takes however small the model is
+LAUNCH = {"cpu": 2e-3, "cuda": 2e-3}  # the same of a step of a cohort
+ROUND = {"cpu": 1e-2, "cuda": 5e-3}  # and of a round without its steps
 SHAPES = {"digits": (8, 8), "mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar-10": (3, 32, 32)}
 SHAPES |= {"cifar-100": (3, 32, 32), "a9a": (123,)}
 EXAMPLES = {"digits": 1_500, "mnist": 60_000, "fashion-mnist": 60_000, "cifar-10": 50_000, "cifar-100": 50_000}
+TEST = 10_000  # examples in most test sets
 
 
 def seconds(item: Item, seeds: int, kind: str) -> float:
@@ -32,12 +35,14 @@ def _run(experiment: Experiment, kind: str) -> float:
     steps, cohorts = _steps(experiment)
     batch = 100 if experiment.batch_size == "all" else experiment.batch_size
     name = experiment.data.name
+    rounds = experiment.rounds
     if name in FLEETS:
-        return cohorts * LAUNCH[kind]
+        return cohorts * LAUNCH[kind] + rounds * ROUND[kind]
     shape, classes = SHAPES.get(name, (100,)), 100 if name == "cifar-100" else 10
-    example = _operations(experiment.model.name, shape, classes)
-    passes = experiment.rounds * EXAMPLES.get(name, 30_000) * experiment.make_method().full_gradients
-    return max((steps * batch + passes) * example / RATES[kind], cohorts * LAUNCH[kind])
+    example = max(_operations(experiment.model.name, shape, classes) / RATES[kind], EXAMPLE[kind])
+    passes = rounds * EXAMPLES.get(name, 30_000) * experiment.make_method().full_gradients
+    looks = rounds / experiment.every * TEST / 3  # a third of the arithmetic: nothing goes backward
+    return max((steps * batch + passes + looks) * example, cohorts * LAUNCH[kind]) + rounds * ROUND[kind]
 
 
 @cache
