@@ -25,7 +25,7 @@ def make(name: str, **options):
 def check_exact(algorithm, weights="data", **changes):
     """Exact gradients, fixed step, unequal steps and weights: the end is the weighted optimum."""
     problem = Quadratics()
-    result = problem.run(algorithm, **({"weights": weights, "rounds": 170} | changes))
+    result = problem.run(algorithm, **({"weights": weights, "rounds": 100} | changes))
     distance = problem.distance(result, problem.optimum(weights))
     assert distance < 1e-10, f"{algorithm} ends {distance:.2e} from the {weights}-weighted optimum"
 

@@ -159,7 +159,7 @@ def test_lost_replies_leave_memories_and_exactness(monkeypatch):
     monkeypatch.setattr(simulate_module["Simulator"], "ask", lossy)
     problem = Quadratics()
     for method in (Scaffold(), Scaffnew(p=0.3), fs.algorithms.FedTrack()):
-        result = problem.run(method, rounds=300)
+        result = problem.run(method, rounds=100)
         assert problem.distance(result, problem.optimum()) < 1e-9
     weights = torch.as_tensor(problem.weights["data"])
     memory = problem.run(Scaffnew(p=0.3), rounds=9).memories.get(range(6))

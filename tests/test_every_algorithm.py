@@ -42,7 +42,7 @@ def test_exact_with_everyone(name, weights):
     "who", [pytest.param(HALF, id="half"), pytest.param(MULTISET, id="multiset", marks=pytest.mark.slow)]
 )
 def test_exact_with_part_of_the_fleet(name, who):
-    conformance.check_exact(make(name), participation=who, rounds=400)
+    conformance.check_exact(make(name), participation=who, rounds=160)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,7 +136,7 @@ def test_the_time_of_a_job_is_known_beforehand(name):
 @pytest.mark.parametrize("name", [name for name in EXACT_PARTIAL if fits(name, BUFFERED)])
 @pytest.mark.parametrize("weights", ["data", "uniform"])
 def test_exact_methods_stay_exact_whatever_the_speeds(name, weights):
-    conformance.check_exact(make(name), weights, schedule=BUFFERED, world=UNEVEN, lr=0.1, rounds=500)
+    conformance.check_exact(make(name), weights, schedule=BUFFERED, world=UNEVEN, lr=0.1, rounds=400)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -26,7 +26,7 @@ def caught(check, *arguments, **settings):
 def check_fedavg_point():
     problem = Quadratics()
     point = problem.balance([0.15 * problem.path(0.15, k, a) for k, a in zip(STEPS, problem.a)])
-    assert problem.distance(problem.run(FedAvg(), rounds=100), point) < 1e-10
+    assert problem.distance(problem.run(FedAvg(), rounds=40), point) < 1e-10
 
 
 def test_the_checks_pass_without_a_fault():
@@ -60,7 +60,7 @@ def test_model_and_control_variates_weighted_differently(monkeypatch):
 def test_share_of_the_fleet_instead_of_fleet_weights(monkeypatch):
     monkeypatch.setattr(Replies, "total", lambda self, field: len(self) / len(self._weights) * self.mean(field))
     conformance.check_exact(make("scaffold"))  # with everyone it is the same, which is why nobody notices
-    caught(conformance.check_exact, make("scaffold"), participation=HALF, rounds=400)
+    caught(conformance.check_exact, make("scaffold"), participation=HALF, rounds=160)
 
 
 def test_server_state_lost_on_resume(monkeypatch):
@@ -133,7 +133,7 @@ def test_only_the_correction_rows_leak(monkeypatch):
     caught(conformance.check_exact, make("scaffold"))
 
 
-BUFFERED = dict(schedule=fs.schedule.Buffered(concurrency=4, size=2), world=UNEVEN, lr=0.1, rounds=500)
+BUFFERED = dict(schedule=fs.schedule.Buffered(concurrency=4, size=2), world=UNEVEN, lr=0.1, rounds=250)
 
 
 def check_fedbuff_is_fedavg():

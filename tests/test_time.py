@@ -109,7 +109,7 @@ def test_exact_methods_stay_exact_under_a_deadline_and_drop_outs(name):
     options = {"nu_scope": "all"} if name == "fedagrac" else {}
     world = fs.World(devices=[1.0, 1.0, 0.1, 2.0, 0.5, 1.0], availability=fs.availability.dropout(0.2))
     problem = Quadratics()
-    result = problem.run(make(name, **options), rounds=350, world=world, schedule=fs.schedule.Deadline(2.5))
+    result = problem.run(make(name, **options), rounds=120, world=world, schedule=fs.schedule.Deadline(2.5))
     assert problem.distance(result, problem.optimum()) < 1e-9
 
 
