@@ -449,7 +449,7 @@ class Padded(torch.nn.Module):
 
 def test_first_arrivals_weigh_clients_by_arrival_rate_and_send_buffers_do_not():
     """Eight clients, speeds 1 to 5, one exact gradient a job, small steps: where the tail of the run has its mean."""
-    problem, rounds = Quadratics(sizes=(6, 9, 14, 5, 20, 11, 8, 7), seed=24), 2000
+    problem, rounds = Quadratics(sizes=(6, 9, 14, 5, 20, 11, 8, 7), seed=24), 1000
     metrics = {f"x{k}": lambda outputs, targets, k=k: float(outputs[k]) for k in range(4)}  # the model itself
 
     def tail(method):

@@ -1,5 +1,7 @@
 """The conformance suite: registering a method is being tested. Capabilities are asked of the class, never its name."""
 
+from functools import partialmethod
+
 import conformance
 import pytest
 import torch
@@ -8,6 +10,7 @@ from problems import Quadratics
 
 import fedstride as fs
 from fedstride.inputs import unfit
+from fedstride.train import Work
 
 NAMES = fs.algorithms.names()
 FEDERATED = [name for name in NAMES if not make(name).pooled]
@@ -29,6 +32,12 @@ ASYNCHRONOUS = [
     for schedule in (make(name).schedule, BUFFERED)
     if schedule.asynchronous and fits(name, schedule)
 ]
+
+
+@pytest.fixture(autouse=True)
+def few_power_iterations(monkeypatch):
+    """Nothing here is about how precisely curvatures are measured, which takes long; test_theory.py is."""
+    monkeypatch.setattr(Work, "smoothness", partialmethod(Work.smoothness, iterations=5))
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -190,7 +190,7 @@ def settings_of(method, count=3):
 @pytest.mark.parametrize("weights", ["data", "uniform"])
 def test_nothing_trimmed_is_the_plain_method(name, weights):
     problem, method = Quadratics(), make(name)
-    changes = dict(rounds=6, weights=weights, batch_size=3) | settings_of(method)
+    changes = dict(rounds=4, weights=weights, batch_size=3) | settings_of(method)
     plain, wrapped = (problem.run(method, robust=rule, **changes) for rule in (None, TrimmedMean(0.0)))
     torch.testing.assert_close(wrapped.x, plain.x, rtol=1e-9, atol=1e-11)
     for mine, theirs in zip(wrapped.memories.get(range(6)), plain.memories.get(range(6))):
@@ -201,7 +201,7 @@ def test_nothing_trimmed_is_the_plain_method(name, weights):
 @pytest.mark.parametrize("who", [HALF, MULTISET, fs.participation.weighted(4)], ids=["half", "multiset", "weighted"])
 def test_nothing_trimmed_is_the_plain_method_with_part_of_the_fleet(name, who):
     problem, method = Quadratics(), make(name)
-    changes = dict(rounds=6, schedule=SYNC, participation=who)
+    changes = dict(rounds=4, schedule=SYNC, participation=who)
     plain, wrapped = (problem.run(method, robust=rule, **changes) for rule in (None, TrimmedMean(0.0)))
     torch.testing.assert_close(wrapped.x, plain.x, rtol=1e-9, atol=1e-11)
 
