@@ -74,8 +74,7 @@ class GradientTracking(Algorithm):
         raise NotImplementedError
 
     def client(self, work, msg, memory):
-        correction = msg.gf - memory.g
-        y = work.descend(memory.x, shifted, rows=(correction,), lr=self.rate(work, msg))
+        y = work.descend(memory.x, shifted, rows=(msg.gf - memory.g,), lr=self.rate(work, msg))
         return Delta(y - memory.x), memory
 
     def server(self, state, replies):
