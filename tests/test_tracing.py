@@ -60,10 +60,9 @@ def on_its_way(model, clients):
     return Moving(y, y.new_zeros(clients, 1), y.new_zeros(clients), y.new_zeros(clients), tuple(rows))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("direction", "added"), DIRECTIONS)
 @pytest.mark.parametrize(("network", "products"), CASES)
-def test_a_step_equals_one_along_the_gradient(network, products, direction, added, weighted):
+def test_a_step_equals_one_along_the_gradient(network, products, direction, added):
     """One trace for every number of clients; `products` of its gradients are never written down."""
     torch.manual_seed(0)
     model = VectorModel(network(), torch.float64)
@@ -76,7 +75,7 @@ def test_a_step_equals_one_along_the_gradient(network, products, direction, adde
         batch = Batch(
             torch.randn(count, 8, 1, 8, 8, dtype=torch.float64),
             torch.randint(3, (count, 8)),
-            torch.rand(count, 8, dtype=torch.float64) if weighted else None,
+            torch.rand(count, 8, dtype=torch.float64) if direction is drift else None,
             torch.arange(count) if model.dropouts else None,
         )
         lr = 0.1 * torch.rand(count, 1, dtype=torch.float64)
