@@ -56,8 +56,8 @@ def on_its_way(model, clients):
     """Clients anywhere near the model, and what a direction may read of them."""
     size = len(model.x)
     y = model.x + 0.1 * torch.randn(clients, size, dtype=torch.float64)
-    rows = [torch.randn(shape, dtype=torch.float64) for shape in ((clients, size), (1, size), (clients, 1))]
-    return Moving(y, y.new_zeros(clients, 1), y.new_zeros(clients), y.new_zeros(clients), tuple(rows))
+    own, one, column = (torch.randn(shape, dtype=torch.float64) for shape in ((size, clients), (1, size), (clients, 1)))
+    return Moving(y, y.new_zeros(clients, 1), y.new_zeros(clients), y.new_zeros(clients), (own.t(), one, column))
 
 
 @pytest.mark.parametrize(("direction", "added"), DIRECTIONS)

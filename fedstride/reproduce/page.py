@@ -147,7 +147,9 @@ def _made(found: Found) -> str:
     several = f"{seeds[0]}" if seeds[0] == seeds[-1] else f"{seeds[0]} to {seeds[-1]}"
     wall = duration(sum(run["wall"] for run in found.runs))
     made = f"Commit {', '.join(sorted(commits))}; {', '.join(sorted(machines))}"
-    return f"Seeds: {several}. {made}; {len(found.runs)} runs, {wall} of run time in all."
+    batched = any(run["made"]["backend"] == "compiled" for run in found.runs)
+    counted = ", each counted from start to end though several shared a GPU" if batched else ""
+    return f"Seeds: {several}. {made}; {len(found.runs)} runs, {wall} of run time in all{counted}."
 
 
 def figures(folder: Path) -> None:
