@@ -23,6 +23,7 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
 
     pages = (ROOT / "README.md").read_text() + (ROOT / "docs" / "experiments.md").read_text()
     lines = [line.split(" #")[0] for line in pages.splitlines() if line.startswith("fedstride ")]
+    lines = list(dict.fromkeys(lines))
     assert len(lines) >= 7
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     toml = re.search(r"```toml\n# skewed.toml\n(.*?)```", pages, re.DOTALL)
