@@ -64,7 +64,10 @@ def sends_first(mode, steps, mean_steps):
 
 
 def calibrated(method, work, msg, nu):
-    """Local steps along g + calibration (nu - nu_i); returns y, the mean and the first of the raw gradients."""
+    """Local steps along g + calibration (nu - nu_i); returns y, the mean and the first of the raw gradients.
+
+    The mean follows from where the steps end, as no local momentum is allowed: x - y = K lr (mean + shift).
+    """
     shift = calibration_at(method.calibration, work.round).to(nu.dtype) * (msg.nu - nu)
     y, first = work.descend(msg.x, shifted, rows=(shift,), first=True)
     return y, (msg.x - y) / (work.steps * work.lr) - shift, first
