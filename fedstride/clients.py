@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fedstride.errors import FedstrideError
+from fedstride.vector import KEPT
 
 
 class Fleet(NamedTuple):
@@ -92,7 +93,8 @@ class Clients:
         return Clients(self.inputs, self.targets, self.order, [int(self.sizes.sum())])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Clients:
-        """The same clients with their data on a device, floats in `dtype`, whole-number targets in int64."""
+        """The same clients on a device, floats as models in `dtype` take them, whole-number targets in int64."""
+        dtype = KEPT.get(dtype, dtype)
         inputs = _there(self.inputs, device, dtype if self.inputs.is_floating_point() else self.inputs.dtype)
         targets = _there(self.targets, device, dtype if self.targets.is_floating_point() else torch.int64)
         return Clients(inputs, targets, _there(self.order, device, self.order.dtype), self.sizes)

@@ -5,7 +5,7 @@ matrix product for every client, one operand of which is gathered from the image
 patches, by the two programs of fedstride/kernels.py. A convolution and its two gradients are bilinear and each other's
 gradients, so derivatives of any order exist. The gradient of the bias is summed on the way to that of the kernel.
 
-Other types than float32, strides in the gradient of the input, and CPUs go the ordinary way.
+Other types than float32 and bfloat16, strides in the gradient of the input, and CPUs go the ordinary way.
 """
 
 import copy
@@ -52,7 +52,7 @@ def correlate_rows(x: Tensor, g: Tensor, stride: int, padding: int, height: int,
 
 
 def _quick(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.float32
+    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16)
 
 
 def _out(size, kernel, stride, padding):

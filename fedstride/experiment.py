@@ -85,7 +85,7 @@ class Experiment(BaseModel):
     seed: int = Field(0, ge=0, lt=2**62)
     device: str = "auto"
     backend: str = "auto"
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     chunk: int | None = Field(None, ge=1)
     memory: float | None = Field(None, ge=0)
     timeline: bool = True

@@ -2,6 +2,7 @@
 
 Numbers are rounded to TF32 before they are multiplied where torch's own convolutions do so (its default); with
 `torch.backends.cudnn.allow_tf32 = False` a product is made of three such ones, which keeps float32's accuracy.
+In bfloat16 numbers are multiplied as they are and summed in float32.
 """
 
 import torch
@@ -164,8 +165,9 @@ def sums(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: in
     parts = max(1, min(PROGRAMS // (C * tiles), N // (4 * BK)))
     part = triton.cdiv(triton.cdiv(N, parts), BK) * BK
     parts = triton.cdiv(N, part)
-    out, whole = x.new_empty(parts, C, O, I, height, width), x.new_empty(parts, C, O)
+    kept = x.dtype if parts == 1 else torch.float32
+    out, whole = (x.new_empty(parts, C, O, *rest, dtype=kept) for rest in ((I, height, width), ()))
     _sums[(tiles, parts, C)](
         x, g, out, whole, I, H, W, O, height, width, OH, OW, N, stride, padding, part, _precision(), BO, BN, BK
     )  # fmt: skip
-    return (out[0], whole[0]) if parts == 1 else (out.sum(0), whole.sum(0))
+    return (out[0], whole[0]) if parts == 1 else (out.sum(0).to(x.dtype), whole.sum(0).to(x.dtype))

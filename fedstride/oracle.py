@@ -206,19 +206,21 @@ class Sequential(Oracle):
     def _parts(self, row: Tensor, batch: Batch, i: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients, parameter by parameter, of one client."""
         own = self._own()
-        if own.pointer != row.data_ptr():  # the views hold their storage, so an equal address is the same row
+        rounded = self.model.dtype != row.dtype
+        if own.pointer != row.data_ptr() or rounded:  # the views hold their storage: an equal address is the same row
             own.views, own.pointer = self.model.views(row), row.data_ptr()
             for parameter, view in zip(own.parameters, own.views):
-                parameter.data = view
+                parameter.data = view.to(self.model.dtype)
         if batch.key is not None:
             for layer, (_, value) in zip(own.dropouts, self.model.dropout_keys(batch.key[i])):
                 layer.key = value
         if own.dropouts:
             rewind(own.module)
         with torch.enable_grad():
-            outputs = own.module(batch.inputs[i])
+            outputs = self.model.apply(own.module, batch.inputs[i])
             value = self.reduce(outputs, batch.targets[i], None if batch.weight is None else batch.weight[i])
-            return value.detach(), torch.autograd.grad(value, own.parameters, materialize_grads=True)
+            parts = torch.autograd.grad(value, own.parameters, materialize_grads=True)
+            return value.detach(), tuple(part.to(row.dtype) for part in parts) if rounded else parts
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         losses, g = [], torch.empty_like(y)

@@ -106,6 +106,7 @@ def simulate(
         .Median() in place of means; privacy: fs.privacy.Gaussian(clip, noise, delta). See docs/guards.md.
     test, every, metrics: evaluate the global model every so many rounds; train_loss adds the loss over all clients.
     backend: "auto", the name of one (fedstride/oracle.py), or a fs.Together that several runs share.
+    dtype: torch.float32, torch.float64, or torch.bfloat16: models compute in it, weights stay in float32.
     chunk: clients trained together at most; None keeps their vectors under 256 MiB, or a fourth of a GPU's memory.
     memory: GiB of main memory for what clients remember, None: a quarter of the machine's; the rest is in a file.
     timeline: record who trained when, from which version, and what the server did, in `result.timeline`.

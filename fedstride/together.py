@@ -118,7 +118,7 @@ class Together:
         """The oracle of one run; runs with the same network and loss share its programs."""
         own = Compiled(model, loss, each)
         trained = len(list(model.module.parameters())) == len(model.names)  # nothing else to tell two networks apart
-        name = (repr(model.module), str(model.signature), model.x.dtype, loss) if trained else (id(own),)
+        name = (repr(model.module), str(model.signature), model.dtype, loss) if trained else (id(own),)
         shared = self._oracles.setdefault(name, own)
         member = copy.copy(shared)
         member.model = own.model

@@ -5,11 +5,14 @@ clients and never change. So a module that writes its buffers while training (Ba
 refused: those statistics would belong to nobody. GroupNorm and LayerNorm keep none and are fine.
 
 Dropout draws its masks from a key, so that every client, job and step has its own and no backend changes them.
+
+In bfloat16 only the module computes: what it is given is rounded, what it returns is float32 again, and so are its
+gradients. Weights, data, memories and the server's algebra stay in float32, so small steps are not lost.
 """
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedstride.errors import FedstrideError
 from fedstride.keys import fold
 
+# The type a module computes in -> that of weights and data.
+KEPT = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bfloat16: torch.float32}
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
@@ -69,8 +74,8 @@ class VectorModel:
     """A module seen as a function of one flat vector."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device | str = "cpu"):
-        if dtype not in (torch.float32, torch.float64):
-            raise FedstrideError(f"dtype must be torch.float32 or torch.float64, not {dtype}")
+        if dtype not in KEPT:
+            raise FedstrideError(f"dtype must be torch.float32, torch.float64 or torch.bfloat16, not {dtype}")
         for name, child in module.named_modules():
             if isinstance(child, _BatchNorm) and child.track_running_stats:
                 raise FedstrideError(
@@ -78,7 +83,8 @@ class VectorModel:
                     "GroupNorm, or track_running_stats=False"
                 )
         self.original = module
-        self.module = _swap(copy.deepcopy(module)).to(device, dtype).train()
+        self.dtype = dtype
+        self.module = _swap(copy.deepcopy(module)).to(device, KEPT[dtype]).train()
         trainable = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         if not trainable:
             raise FedstrideError("the model has no trainable parameters")
@@ -92,6 +98,7 @@ class VectorModel:
         self.x = torch.cat([p.detach().flatten() for _, p in trainable])
         if not torch.isfinite(self.x).all():
             raise FedstrideError("the model's starting weights contain NaN or infinity")
+        self.module.to(dtype)
 
     @property
     def signature(self) -> list[list]:
@@ -108,12 +115,20 @@ class VectorModel:
 
     def outputs(self, vector: Tensor | list[Tensor], inputs: Tensor, step_key: Tensor | None = None) -> Tensor:
         """The module's outputs with its trainable parameters taken from the vector, which may be cut already."""
-        tensors = dict(zip(self.names, self.views(vector) if isinstance(vector, Tensor) else vector))
+        parts = self.views(vector.to(self.dtype)) if isinstance(vector, Tensor) else [p.to(self.dtype) for p in vector]
+        tensors = dict(zip(self.names, parts))
         if self.dropouts:
             rewind(self.module)
         if step_key is not None:
             tensors.update((f"{name}.key", value) for name, value in self.dropout_keys(step_key))
-        return functional_call(self.module, tensors, (inputs,))
+        return self.apply(lambda rounded: functional_call(self.module, tensors, (rounded,)), inputs)
+
+    def apply(self, module: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+        """A module's outputs in the type of the weights, whatever it computes in."""
+        if self.dtype == self.x.dtype:
+            return module(inputs)
+        outputs = module(inputs.to(self.dtype) if inputs.is_floating_point() else inputs)
+        return outputs.to(self.x.dtype) if isinstance(outputs, Tensor) else outputs
 
     @torch.no_grad()
     def predict(self, vector: Tensor, inputs: Tensor, chunk: int = 1024) -> Tensor:
@@ -163,5 +178,6 @@ class VectorModel:
         if not self.mixes_examples and len(inputs) > 1:
             half = len(inputs) // 2
             part = self.outputs(self.x, inputs[:half], step_key)
-            self.mixes_examples = not torch.allclose(part, outputs[:half], rtol=1e-3, atol=1e-5)
+            close = (1e-3, 1e-5) if self.dtype == self.x.dtype else (2e-2, 2e-2 * float(outputs.abs().max()))
+            self.mixes_examples = not torch.allclose(part, outputs[:half], *close)
         return outputs

@@ -80,7 +80,7 @@ RUNS = [
     ),
     (dict(device="tpu9"), "unknown device 'tpu9'"),
     (dict(backend="jax"), "unknown backend 'jax'; choose from auto, sequential, vmap"),
-    (dict(dtype=torch.float16), "dtype must be torch.float32 or torch.float64"),
+    (dict(dtype=torch.float16), "dtype must be torch.float32, torch.float64 or torch.bfloat16"),
     (dict(metrics={"x": len}), "metrics need test data"),
     (dict(test=(np.zeros((3, 1, 8, 8)), np.zeros(2))), r"test has inputs of shape \(3, 1, 8, 8\) but targets"),
     (dict(model=nn.Linear(3, 2)), r"the model cannot take the clients' inputs of shape \(1, 8, 8\)"),

@@ -145,17 +145,21 @@ SHAPES = [  # B, I, H, O, K, stride, padding: few channels, many, odd numbers, s
 
 
 @NO_GPU
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "exact", "tolerance"),
+    [(torch.float32, True, 2e-5), (torch.float32, False, 2e-2), (torch.bfloat16, False, 2e-2)],
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("clients", [1, 7])
-def test_kernels_equal_float64(shape, clients, exact, monkeypatch):
+def test_kernels_equal_float64(shape, clients, dtype, exact, tolerance, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not exact)
     torch.manual_seed(0)
     batch, before, size, after, kernel, stride, padding = shape
     layer = nn.Conv2d(before, after, kernel, stride, padding)
-    own = by_rows(VectorModel(layer, torch.float32, "cuda")).module
-    weight = torch.randn(clients, after, before, kernel, kernel, device="cuda") / before**0.5
-    bias, inputs = torch.randn(clients, after, device="cuda"), torch.randn(clients, batch, before, size, size).cuda()
+    own = by_rows(VectorModel(layer, dtype, "cuda")).module
+    shapes = ((after, before, kernel, kernel), (after,), (batch, before, size, size))
+    weight, bias, inputs = (torch.randn(clients, *shape, device="cuda").to(dtype) for shape in shapes)
+    weight /= before**0.5
 
     def value(module):
         def function(weight, bias, inputs):
@@ -167,7 +171,6 @@ def test_kernels_equal_float64(shape, clients, exact, monkeypatch):
     ours = value(own)(weight, bias, inputs)
     double = layer.double().cuda()
     right = [value(double)(*(part[c : c + 1].double() for part in (weight, bias, inputs))) for c in range(clients)]
-    tolerance = 2e-5 if exact else 2e-2
     for c in range(clients):
         for mine, theirs in zip((*ours[0], ours[1]), (*right[c][0], right[c][1])):
             assert (mine[c] - theirs[0]).norm() <= tolerance * theirs.norm()

@@ -557,3 +557,28 @@ def test_first_gradients_are_those_a_carry_collects(backend, local, size, sampli
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(one.train_loss, other.train_loss, rtol=1e-10, atol=1e-12)
     assert (one.evaluations == steps).all()
+
+
+@pytest.mark.parametrize("backend", ["sequential", "vmap", "compiled"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedagrac"])
+def test_bfloat16_is_float32_with_rounded_gradients(backend, method, monkeypatch):
+    """And not with rounded weights: steps smaller than what bfloat16 tells apart are not lost."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    clients, test = digits()
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(144, 10))
+    start = VectorModel(model, torch.float32).x
+    options = dict(method=method, lr=1e-3, test=test, backend=backend)
+    exact, rounded = (run(model, clients, dtype=dtype, **options) for dtype in (torch.float32, torch.bfloat16))
+    assert rounded.x.dtype == rounded.model[0].weight.dtype == torch.float32
+    assert not torch.equal(exact.x, rounded.x)
+    assert (rounded.x - exact.x).norm() < 3e-2 * (exact.x - start).norm()
+    assert (exact.x - start).abs().median() < 2**-9 * start.abs().median()  # half of bfloat16's last place
+    assert abs(rounded.rows[-1]["loss"] - exact.rows[-1]["loss"]) < 1e-2
+
+
+def test_bfloat16_does_not_look_like_mixing_examples():
+    torch.manual_seed(0)
+    vector = VectorModel(nn.Sequential(nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 10)), torch.bfloat16)
+    vector.probe(torch.randn(7, 300))
+    assert not vector.mixes_examples

@@ -45,10 +45,10 @@ def connect(
     oracle: Oracle, sampler: Sampler, local: Local, *rest: Any,
 ) -> tuple["Cluster", str]:  # fmt: skip
     """The transport of one run, and the workers' backend; what comes last is what `Simulator` takes, too."""
-    clients, x = sampler.clients, oracle.model.x
+    clients = sampler.clients
     arrays = tuple(part.cpu().numpy() for part in (clients.inputs, clients.targets, clients.order))
     brief = Brief(
-        secrets.token_hex(8), plan.algorithm, model, x.dtype, device, backend, loss,
+        secrets.token_hex(8), plan.algorithm, model, oracle.model.dtype, device, backend, loss,
         (oracle.each, oracle.reduction) if oracle.each else None, oracle.model.mixes_examples, ray.put(arrays),
         clients.sizes, sampler.batch_size, sampler.sampling, local, plan.weights, plan.seed, chunk,
     )  # fmt: skip
