@@ -118,7 +118,7 @@ def together(models: list[str], dtype: torch.dtype) -> None:
         print(f"| {model} | {alone[10]:,.0f} | {alone[100]:,.0f} | {all_of_them:,.0f} | {ratios} |", flush=True)
 
 
-def accuracy(rounds: int = 400, seeds: int = 5) -> None:
+def accuracy(rounds: int = 200, seeds: int = 3) -> None:
     """Ten clients with an equal share of the data, the same seeds three times."""
     data = fs.data.load("fashion-mnist")
     clients = fs.partition.iid(data, 10)
