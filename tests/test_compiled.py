@@ -147,7 +147,7 @@ SHAPES = [  # B, I, H, O, K, stride, padding: few channels, many, odd numbers, s
 @NO_GPU
 @pytest.mark.parametrize(
     ("dtype", "exact", "tolerance"),
-    [(torch.float32, True, 2e-5), (torch.float32, False, 2e-2), (torch.bfloat16, False, 2e-2)],
+    [(torch.float32, True, 2e-5), (torch.float32, False, 2e-2), (torch.bfloat16, False, 5e-2)],
 )
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("clients", [1, 7])

@@ -170,6 +170,14 @@ def test_claims_wait_for_runs(tmp_path):
     assert judge(found).held == judge(found).told == 1
 
 
+@pytest.mark.parametrize("name", ["figure6-fashion", "figure7-cifar10", "figure8-fashion"])
+def test_where_everybody_diverged_nothing_grows_and_nothing_is_alike(name, tmp_path):
+    found = Found(items.item("fedlga", name, "full"), tmp_path / "found.json")
+    for cell in found.item.cells:
+        put(found, cell, (0.1, 0.1), "diverged")
+    assert found.item.claims and not any(claim.holds(found) for claim in found.item.claims)
+
+
 def test_measures_by_hand():
     rows = [row(0.5, 1), row(0.9, 2), row(0.8, 3)]
     assert final().value(Run(0, rows)) == pytest.approx(80)

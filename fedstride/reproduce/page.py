@@ -19,9 +19,10 @@ Tables and figures of the five papers, run by this project on the papers' real d
 This page is generated from `papers/results/`; `fedstride reproduce PAPER/ITEM` runs what is missing, and `make docs`
 writes the page anew. In tables stands *ours / printed*: mean and 95 % interval over seeds, or where runs failed the
 median and how many did not; for a way to a target also the ratio to the printed number. Scale "full" is the paper's
-setting, "cpu" a reduction that is stated. An ordering is a pair of methods in one row that the paper puts in an order,
-by its numbers or its words; *sure* means that the interval of the difference over seeds leaves zero out, which a single
-seed cannot show. Claims about curves are judged at the sixty or so rounds that are kept.
+setting, "cpu" a reduction that is stated; the first table counts every item at the largest scale that ran. An ordering
+is a pair of methods in one row that the paper puts in an order, by its numbers or its words; *sure* means that the
+interval of the difference over seeds leaves zero out, which a single seed cannot show. Claims about curves are judged
+at the sixty or so rounds that are kept.
 """
 
 
@@ -37,7 +38,7 @@ def text(pictures: str = "reproduction") -> str:
             scales = dict.fromkeys(items.own_scale(paper, name, scale) for scale in ("full", "cpu"))
             found = {scale: Found(items.item(paper, name, scale), store.path(paper, name, scale)) for scale in scales}
             run = {scale: one for scale, one in found.items() if one.done}
-            total.add(list(run.values()))
+            total.add(run)
             if run:
                 sections += _section(paper, name, run, pictures)
             item = found["full"].item
@@ -48,8 +49,9 @@ def text(pictures: str = "reproduction") -> str:
         rows.append(f"| {module.TITLE} | {total.run} / {len(module.ITEMS)} | {total.text()} |")
         body += [f"# {module.TITLE}", "", *sections]
     summary = [
-        "| paper | items run / printed | orderings that agree / known (sure) | reversed | claims that hold / known |",
-        "|---|---|---|---|---|", *rows,
+        "| paper | items run / printed | of these at full scale, in part | orderings that agree / known (sure) "
+        "| reversed | claims that hold / known |",
+        "|---|---|---|---|---|---|", *rows,
     ]  # fmt: skip
     rest = [
         "# Not run at full scale yet", "",
@@ -63,14 +65,18 @@ class Sum:
     """Counts over the items of a paper; of an item, the largest scale that ran counts."""
 
     def __init__(self) -> None:
-        self.run = self.agree = self.known = self.sure = self.reversed = self.held = self.told = 0
+        self.run = self.whole = self.part = 0
+        self.agree = self.known = self.sure = self.reversed = self.held = self.told = 0
 
-    def add(self, found: list[Found]) -> None:
-        """One item."""
+    def add(self, found: dict[str, Found]) -> None:
+        """One item, by scale, the largest first."""
         if not found:
             return
-        verdict = judge(found[0])
+        scale, largest = next(iter(found.items()))
+        verdict = judge(largest)
         self.run += 1
+        self.whole += scale == "full" and largest.complete
+        self.part += scale == "full" and not largest.complete
         self.agree += verdict.count("agrees")
         self.known += len(verdict.orderings) - verdict.count("not run")
         self.sure += verdict.sure
@@ -78,8 +84,9 @@ class Sum:
         self.held, self.told = self.held + verdict.held, self.told + verdict.told
 
     def text(self) -> str:
-        """Three places of a table."""
-        return f"{self.agree} / {self.known} ({self.sure}) | {self.reversed} | {self.held} / {self.told}"
+        """Four places of a table."""
+        orderings = f"{self.agree} / {self.known} ({self.sure}) | {self.reversed}"
+        return f"{self.whole}, {self.part} | {orderings} | {self.held} / {self.told}"
 
 
 def _section(paper: str, name: str, run: dict[str, Found], pictures: str) -> list[str]:
