@@ -56,6 +56,20 @@ def test_runs_together_equal_runs_alone(monkeypatch, share, turns):
     assert begun == turns
 
 
+def test_runs_that_compute_in_different_types_do_not_share_a_program(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    clients, _ = digits()
+    works = [
+        partial(fs.simulate, "fedavg", fs.models.make("mlp"), clients, **OPTIONS | dict(dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    side = fs.Together()
+    found = side.play([partial(work, backend=side) for work in works])
+    assert (found[0].x - found[1].x).abs().max() > 1e-4
+    for result, work in zip(found, works):
+        torch.testing.assert_close(result.x, work(backend="compiled").x, rtol=0, atol=1e-6)
+
+
 @pytest.fixture
 def uncompiled(monkeypatch):
     """They wait for each other, and then everybody does its steps alone."""

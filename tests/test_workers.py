@@ -90,6 +90,17 @@ def test_a_network_with_dropout_and_test_data(everybody):
     assert runs[1].rows[-1]["accuracy"] == runs[0].rows[-1]["accuracy"] and runs[1].backend == "sequential"
 
 
+def test_workers_compute_in_the_type_of_the_run(everybody):
+    clients, _ = digits()
+    cases = ((torch.bfloat16, None), (torch.bfloat16, everybody), (torch.float32, everybody))
+    one, two, exact = (
+        fs.simulate("fedavg", small_network(), clients, rounds=2, steps=3, device="cpu", dtype=dtype, workers=workers)
+        for dtype, workers in cases
+    )
+    torch.testing.assert_close(one.x, two.x, rtol=0, atol=1e-6)
+    assert (exact.x - one.x).abs().max() > 1e-5
+
+
 @pytest.mark.parametrize("settings", [{}, BUFFERED], ids=["sync", "buffered"])
 def test_rejected_uploads(everybody, settings):
     """A client whose numbers run away is counted, and keeps its memory."""
