@@ -364,6 +364,16 @@ def test_no_wasted_gradients():
     assert sum(rows) == 27 and rows == sorted(rows, reverse=True) and rows[0] == 6 and rows[-1] == 1
 
 
+def test_draws_with_replacement_are_of_the_clients_own_examples():
+    clients = fs.Clients.from_arrays([(torch.full((size, 1), float(size)), torch.zeros(size)) for size in (3, 7, 5)])
+    who, zeros = np.array([2, 0, 1]), np.zeros(3, dtype=np.int64)
+    jobs = Jobs(who, zeros, zeros, zeros, zeros, zeros, zeros)
+    rows = Sampler(clients, 4, "replacement").table(jobs, job_keys(0, "train", *jobs[:3], CPU), 0, 50)
+    for row, client in zip(rows, who):
+        first = clients.offsets[client]
+        assert row.shape == (50, 4) and row.unique().tolist() == list(range(first, first + clients.sizes[client]))
+
+
 def test_shuffle_visits_everything_once_an_epoch():
     clients = fs.Clients.from_arrays([(np.zeros((n, 1)), np.zeros(n)) for n in (7, 12)])
     sampler = Sampler(clients, 5, "shuffle")
@@ -560,21 +570,35 @@ def test_first_gradients_are_those_a_carry_collects(backend, local, size, sampli
 
 
 @pytest.mark.parametrize("backend", ["sequential", "vmap", "compiled"])
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedagrac"])
-def test_bfloat16_is_float32_with_rounded_gradients(backend, method, monkeypatch):
+@pytest.mark.parametrize(("lr", "method"), [(1e-3, "fedavg"), (0.3, "fedavg"), (1e-3, "scaffold"), (1e-3, "fedagrac")])
+def test_bfloat16_is_float32_with_rounded_gradients(backend, lr, method, monkeypatch):
     """And not with rounded weights: steps smaller than what bfloat16 tells apart are not lost."""
     torch.manual_seed(0)
     monkeypatch.setattr(torch, "compile", lambda function: function)
     clients, test = digits()
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(144, 10))
     start = VectorModel(model, torch.float32).x
-    options = dict(method=method, lr=1e-3, test=test, backend=backend)
+    options = dict(method=method, lr=lr, test=test, backend=backend)
     exact, rounded = (run(model, clients, dtype=dtype, **options) for dtype in (torch.float32, torch.bfloat16))
     assert rounded.x.dtype == rounded.model[0].weight.dtype == torch.float32
     assert not torch.equal(exact.x, rounded.x)
     assert (rounded.x - exact.x).norm() < 3e-2 * (exact.x - start).norm()
-    assert (exact.x - start).abs().median() < 2**-9 * start.abs().median()  # half of bfloat16's last place
+    small = (exact.x - start).abs().median() < 2**-9 * start.abs().median()  # half of bfloat16's last place
+    assert small == (lr < 0.1)
     assert abs(rounded.rows[-1]["loss"] - exact.rows[-1]["loss"]) < 1e-2
+
+
+@pytest.mark.parametrize("backend", ["sequential", "vmap"])
+def test_bfloat16_with_frozen_layers_and_real_targets(backend):
+    torch.manual_seed(0)
+    clients = fs.Clients.from_arrays([(torch.randn(9, 4), 1 + torch.rand(9) / 1000) for _ in range(3)])
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1))
+    model[0].requires_grad_(False)
+    options = dict(loss=fs.losses.least_squares, steps=2, backend=backend)
+    exact, rounded = (run(model, clients, dtype=dtype, **options) for dtype in (torch.float32, torch.bfloat16))
+    assert 0 < (rounded.x - exact.x).abs().max() < 1e-2
+    kept = clients.to(CPU, torch.bfloat16)
+    assert torch.equal(kept.targets, clients.targets) and torch.equal(kept.inputs, clients.inputs)
 
 
 def test_bfloat16_does_not_look_like_mixing_examples():
