@@ -1,5 +1,6 @@
 """Heterogeneous quadratics with known answers: F_i(x) = 1/2 (x - c_i)' A_i (x - c_i), as least squares on real data."""
 
+import signal
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -122,3 +123,8 @@ def simulated(experiment, trace=None):
 def add(replies, jobs, upload):
     """Take in uploads, all of them used."""
     replies.add(jobs, replies.reduce(jobs, upload, np.ones(len(jobs.clients), dtype=bool), 0))
+
+
+def heed_ctrl_c():
+    """For a process that is sent one: tests that run in the background ignore it, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from problems import heed_ctrl_c
 
 import fedstride as fs
 from fedstride import checkpoint, cli
@@ -50,11 +50,9 @@ def start(folder, *arguments):
     """The command line as a process of its own."""
     environment = os.environ | {"PYTHONPATH": str(Path(fs.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "fedstride.cli", *arguments]
-    # Whoever runs the tests in the background has told them to ignore Ctrl-C, and children inherit that.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(
-        command, cwd=folder, env=environment, preexec_fn=heed, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        text=True,
+        command, cwd=folder, env=environment, preexec_fn=heed_ctrl_c, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 

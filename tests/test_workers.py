@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conformance import UNEVEN, make
-from problems import Quadratics, digits, small_network
+from problems import Quadratics, digits, heed_ctrl_c, small_network
 
 import fedstride as fs
 from fedstride.scale import cluster, team
@@ -335,7 +335,8 @@ def test_bad_input(monkeypatch):
 def command(*words, **options):
     return subprocess.Popen(
         [sys.executable, "-m", "fedstride.cli", *words],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, **options,
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_ctrl_c,
+        **options,
     )  # fmt: skip
 
 
