@@ -25,13 +25,14 @@ from torch.utils import _pytree as trees
 from fedstride.convolution import by_rows
 from fedstride.descent import AUGMENT, Local, Moving, active, move
 from fedstride.graph import Graph, padded
-from fedstride.keys import fold
+from fedstride.keys import fold, there
 from fedstride.oracle import Batch
 from fedstride.sampling import Jobs, Sampler, table
 from fedstride.tracing import identity, pointwise, trace
 from fedstride.vector import VectorModel
 
 INDICES = 1 << 20  # of examples that are drawn at a time
+BLOCK = 10  # steps that are recorded as one, so that a GPU does not wait for the next
 
 
 class Program:
@@ -57,7 +58,8 @@ class Program:
         self._rows = (False, False, False, False, True, True, *(len(block) == capacity for block in self._blocks))
         self._tensors = [self._place, self._counter, *data, self._table, self._keys, *self._blocks]
         self._compiled: dict[bool, Callable] = {}
-        self._replays: dict[int, Callable[[], None] | None] = {}
+        self._seen: set[int] = set()  # sizes that have run once, so all memory and code is found
+        self._replays: dict[tuple[int, int], Callable[[], None]] = {}  # by size and steps
         self._pool: Any = None
 
     def fill(self, leaves: list[Tensor], keys: Tensor) -> None:
@@ -85,28 +87,38 @@ class Program:
         self.end(0, at_work)
         return self._layout.joined(self._ended)
 
-    def advance(self, active: int) -> None:
-        """One step of the first clients, and on a GPU of some more, so that fewer sizes are recorded."""
-        active = padded(active) if self._place.is_cuda else active
-        replay = self._replays.get(active)
-        if replay is not None:
-            replay()
+    def advance(self, active: int, count: int) -> None:
+        """Steps of the first clients, and on a GPU of some more, so that fewer sizes are recorded."""
+        if not self._place.is_cuda:
+            for _ in range(count):
+                self._steps(active, 1)
             return
+        active = padded(active)
+        if active not in self._seen:
+            self._steps(active, 1)
+            self._seen.add(active)
+            count -= 1
+        for steps, times in ((BLOCK, count // BLOCK), (1, count % BLOCK)):
+            for _ in range(times):
+                replay = self._replays.get((active, steps)) or self._record(active, steps)
+                replay()
+
+    def _record(self, active: int, steps: int) -> Callable[[], None]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._steps(active, steps)
+        self._replays[active, steps] = graph.replay
+        return graph.replay
+
+    def _steps(self, active: int, count: int) -> None:
         tensors = [held[:active] if own else held for held, own in zip(self._tensors, self._rows)]
         several = active > 1  # a single row is compiled apart: its size is taken for a constant
         if several not in self._compiled:
             self._compiled[several] = self._compile(tensors)
-        if tensors[0].is_cuda and active in self._replays:  # it has run once, so all memory and code is found
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._compiled[several](*tensors)
-            self._replays[active] = graph.replay
-            graph.replay()
-            return
-        self._compiled[several](*tensors)
-        self._replays[active] = None
+        for _ in range(count):
+            self._compiled[several](*tensors)
 
     def _compile(self, tensors: list[Tensor]) -> Callable:
         single = len(tensors[4]) == 1
@@ -215,7 +227,7 @@ class Compiled(Graph):
         counts = [len(request.jobs.steps) for request in requests]
         steps = np.concatenate([request.jobs.steps for request in requests])
         order = np.argsort(-steps, kind="stable")
-        sort = torch.as_tensor(order, device=at.y.device) if (np.diff(order) < 0).any() else None
+        sort = there(order, at.y.device) if (np.diff(order) < 0).any() else None
 
         def joined(parts: list[Tensor]) -> Tensor:
             """The rows of all cohorts, longest first; what a cohort's clients share is repeated for each."""
@@ -239,7 +251,7 @@ class Compiled(Graph):
             self._programs[name] = program
         program.fill(leaves, keys)
         slab, last, at_work = program.slab, int(steps.max()), len(steps)
-        for k, wanted in enumerate(active(steps[order])[first.begun :], first.begun):
+        for k, wanted, count in _stretches(active(steps[order]), first.begun, slab):
             if wanted < at_work:
                 program.end(wanted, at_work)
                 at_work = wanted
@@ -247,7 +259,7 @@ class Compiled(Graph):
                 drawn = table([(one.sampler, one.jobs) for one in requests], drawing, k, min(last, k + slab))
                 program.draw(drawn if sort is None else drawn[sort], k)
             try:
-                program.advance(wanted)
+                program.advance(wanted, count)
             except Exception as error:  # whatever it is: compiling is for speed alone
                 self._compiles = False
                 reason = str(error).splitlines()[0]
@@ -256,12 +268,14 @@ class Compiled(Graph):
         moved = trees.tree_leaves(program.moved(at_work))
         if sort is not None:
             moved = [leaf[sort.argsort()] for leaf in moved]
+        kept: list[Tensor] = []
+        new: list[Tensor] = []
         for start, request in zip(np.cumsum([0, *counts]), requests):
             ours = [leaf[start : start + len(request.keys)] if several else leaf for leaf in moved]
             mine = trees.tree_unflatten(ours, request.parts[1])
-            kept, new = ((one.y, one.losses, *trees.tree_leaves(one.carry)) for one in (request.at, mine))
-            for old, value in zip(kept, new):
-                old.copy_(value)
+            for values, one in ((kept, request.at), (new, mine)):
+                values.extend((one.y, one.losses, *trees.tree_leaves(one.carry)))
+        torch._foreach_copy_(kept, new)  # of all runs in a few launches
         return True
 
     def _step(self, layout: Layout, direction: Callable | None, local: Local, whole: bool) -> Callable[..., None]:
@@ -285,3 +299,12 @@ class Compiled(Graph):
             counter.add_(1)
 
         return step
+
+
+def _stretches(active: list[int], begun: int, slab: int) -> Iterator[tuple[int, int, int]]:
+    """(first step, clients at work, steps) of steps that the same clients do and that lie in one slab."""
+    start = begun
+    for k in range(begun + 1, len(active) + 1):
+        if k == len(active) or active[k] != active[start] or (k - begun) % slab == 0:
+            yield start, active[start], k - start
+            start = k

@@ -233,7 +233,7 @@ def _exchange(
     losses, rejected = [], 0
     carried = (answers._replace(upload=plan.wire.carry(answers.upload)) for answers in source)
     for answers, used in judged(carried, plan.guard, run.state.x.numel(), exchange.insist):
-        if answers.train_loss is not None:  # first of all, as long as a GPU has nothing else to do
+        if answers.train_loss is not None:
             row["steps"] += int(answers.jobs.steps.sum())
             losses.append(answers.train_loss.cpu().numpy()[used])
         upload = answers.upload  # workers elsewhere have reduced theirs

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from fedstride.errors import FedstrideError
-from fedstride.replies import finite
+from fedstride.replies import finite, finite_and_losses
 from fedstride.schedule import Schedule
 
 
@@ -51,7 +51,8 @@ def judged(source: Iterator[Any], guard: Norms | None, d: int, insist: bool) -> 
     """Answers as they come, and [C] which of them are used; d is the length of the model's vector."""
     if guard is None or guard.times is None or insist:
         for answers in source:
-            used = finite(answers.upload, len(answers.jobs.clients))
+            used, losses = finite_and_losses(answers.upload, answers.train_loss, len(answers.jobs.clients))
+            answers = answers._replace(train_loss=losses)
             if guard is not None and guard.bound is not None:
                 used &= _short(_norms(answers.upload, d), guard.bound)
             yield answers, used

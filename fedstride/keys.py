@@ -50,7 +50,12 @@ def job_keys(
 ) -> Tensor:
     """One key a job: a client that starts from a version for the n-th time, for one purpose."""
     base = np.full_like(clients, key(seed, purpose))
-    return torch.as_tensor(fold(fold(fold(base, clients), versions), repeats), device=device)
+    return there(fold(fold(fold(base, clients), versions), repeats), device)
+
+
+def there(numbers: np.ndarray, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers of the server on a device, which goes on with what it is doing."""
+    return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def below(keys: Tensor, bound: Tensor) -> Tensor:

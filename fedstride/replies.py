@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedstride.errors import FedstrideError
+from fedstride.keys import there
 from fedstride.sampling import Jobs
 
 
@@ -66,6 +67,14 @@ def finite(upload: Any, count: int) -> np.ndarray:
     return np.isfinite(torch.stack([value.sum(dim=1) for value in upload]).cpu().numpy()).all(axis=0)
 
 
+def finite_and_losses(upload: Any, losses: Tensor | None, count: int) -> tuple[np.ndarray, Tensor | None]:
+    """`finite`, and the losses [C] of training, read in one go where they lie with the upload: a GPU is waited for."""
+    if isinstance(upload, Reduced) or not upload or losses is None or losses.device != upload[0].device:
+        return finite(upload, count), losses
+    read = torch.stack([*(value.sum(dim=1) for value in upload), losses]).cpu().numpy()
+    return np.isfinite(read[:-1]).all(axis=0), torch.from_numpy(read[-1])
+
+
 class Columns(NamedTuple):
     """The numbers of a batch of replies: [R] each."""
 
@@ -115,7 +124,7 @@ class Replies:
     def reduce(self, jobs: Jobs, upload: Any, used: np.ndarray, size: int) -> Reduced:
         """The used ones of a batch of uploads, summed by their factors; nothing is taken in yet."""
         if not used.all():
-            jobs, mask = jobs.take(used), torch.as_tensor(used, device=self._device)
+            jobs, mask = jobs.take(used), there(used, self._device)
             upload = type(upload)(*(value[mask] for value in upload))
         scalars: dict[str, Tensor] = {}
         vectors: dict[str, Tensor] = {}
@@ -127,16 +136,18 @@ class Replies:
                 if self._d > 1:  # a model of one parameter has vectors that look like scalars: they are both
                     continue
             vectors[name] = value
-        both = self.factor_rows(jobs)
-        sums = {name: both.to(value.dtype) @ value for name, value in vectors.items()}
+        sums: dict[str, Tensor] = {}
+        if vectors:
+            both = self.factor_rows(jobs, next(iter(vectors.values())).dtype)
+            sums = {name: both.to(value.dtype) @ value for name, value in vectors.items()}
         return Reduced(used, size, scalars, vectors if self._keep_rows else {}, sums)
 
-    def factor_rows(self, jobs: Jobs) -> Tensor:
+    def factor_rows(self, jobs: Jobs, dtype: torch.dtype | None = None) -> Tensor:
         """[2, R]: what every reply's vectors are multiplied with in `mean` and `total`; one row where both agree."""
         _, weights, factors, discounts, _ = self._numbers(jobs)
         factors = factors if discounts is None else factors * discounts
         same = np.array_equal(factors, weights)
-        return self._there(factors[None] if same else np.stack([factors, weights]))
+        return there(factors[None] if same else np.stack([factors, weights]), self._device, dtype)
 
     def _numbers(self, jobs: Jobs) -> Columns:
         if self._latest is not None and self._latest[0] is jobs:
@@ -156,7 +167,7 @@ class Replies:
         return columns
 
     def _there(self, numbers: np.ndarray) -> Tensor:
-        return torch.as_tensor(numbers, device=self._device)
+        return there(numbers, self._device)
 
     def add(self, jobs: Jobs, upload: Reduced) -> None:
         """Take in a batch; the jobs are those of the used uploads."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
-from fedstride.keys import below, fold
+from fedstride.keys import below, fold, there
 
 Replay = Callable[[int, int, int], Sequence[int]]  # (client, round, step) -> indices, all counted from 0
 
@@ -140,7 +140,7 @@ def table(parts: Sequence[tuple[Sampler, Jobs]], keys: Tensor, first: int, last:
     """The table of several cohorts, one below the other, that draw batches of the same size; in one go."""
     size = parts[0][0].batch_size or 0
     own = [(sampler.clients.sizes[jobs.clients], sampler.clients.offsets[jobs.clients]) for sampler, jobs in parts]
-    sizes, offsets = torch.as_tensor(np.concatenate(own, axis=1), device=keys.device)[:, :, None]
+    sizes, offsets = there(np.concatenate(own, axis=1), keys.device)[:, :, None]
     counters = torch.arange(first * size, last * size, device=keys.device)
     draws = below(fold(keys[:, None], counters), sizes) + offsets
     orders = [sampler.clients.order for sampler, _ in parts]

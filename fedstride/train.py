@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedstride.descent import AUGMENT, Local, Moving, active, cut, move, shaped
-from fedstride.keys import fold
+from fedstride.keys import fold, there
 from fedstride.oracle import Batch, Oracle
 from fedstride.sampling import Indices, Jobs, Sampler
 
@@ -29,11 +29,11 @@ class Work:
     def __init__(self, oracle: Oracle, sampler: Sampler, jobs: Jobs, keys: Tensor, local: Local):
         x = oracle.model.x
         self.jobs = jobs
-        # [C, 1] each: steps done, steps asked for, learning rate, round counted from 1; in one transfer.
-        numbers = np.stack([jobs.steps, jobs.targets, jobs.lr, jobs.versions + 1])
-        self.steps, self.target, self.lr, self.round = torch.as_tensor(numbers, dtype=x.dtype, device=x.device)[
-            ..., None
-        ]
+        # [C, 1] each, in one transfer: steps done, steps asked for, learning rate, round counted from 1, and what sums
+        # over the steps are divided by.
+        numbers = np.stack([jobs.steps, jobs.targets, jobs.lr, jobs.versions + 1, np.maximum(jobs.steps, 1)])
+        columns = there(numbers, x.device, x.dtype)[..., None]
+        self.steps, self.target, self.lr, self.round, self._count = columns.unbind()
         self.evaluations = np.zeros(len(jobs.clients))  # gradients so far, in mini-batches: what takes time
         self.train_loss: Tensor | None = None  # [C], mean over the steps of the mini-batch loss
         self._oracle, self._sampler, self._keys, self._local = oracle, sampler, keys, local
@@ -92,7 +92,7 @@ class Work:
 
         self._oracle.map(train, self._oracle.blocks(count))
         self.evaluations += self.jobs.steps
-        self.train_loss = losses / self.steps[:, 0].clamp(min=1)
+        self.train_loss = losses / self._count[:, 0]
         if first:
             return y, gradients
         return y if carry is None else (y, carry)

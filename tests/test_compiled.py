@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional
 
 import fedstride as fs
-from fedstride.compiled import Program, identity, pointwise
+from fedstride.compiled import Program, _stretches, identity, pointwise
 from fedstride.convolution import by_rows
 from fedstride.descent import Local, Moving
 from fedstride.vector import VectorModel
@@ -39,6 +39,23 @@ def test_compiled_steps_equal_vmap(recwarn):
         run("fedagrac", backend, model=model, weight_decay=0.01, device="cpu") for backend in ("vmap", "compiled")
     )
     same(with_vmap, compiled, recwarn)
+
+
+def test_batches_drawn_for_a_few_steps_at_a_time(recwarn, monkeypatch):
+    """Neither the end of a client nor that of the steps falls on the end of a draw."""
+    clients, _ = digits()
+    monkeypatch.setattr("fedstride.compiled.INDICES", 3 * 4 * len(clients))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    same(*(run("scaffold", backend, model=model, device="cpu") for backend in ("vmap", "compiled")), recwarn)
+
+
+def test_stretches_are_the_steps_that_the_same_clients_do():
+    for active, begun, slab in (([4, 4, 4, 2, 2, 1], 0, 4), ([4, 4, 4, 2, 2, 1], 1, 2), ([3], 0, 9), ([3], 1, 9)):
+        found = list(_stretches(active, begun, slab))
+        assert [wanted for _, wanted, count in found for _ in range(count)] == active[begun:]
+        assert [first for first, _, _ in found] == [begun + sum(n for *_, n in found[:i]) for i in range(len(found))]
+        assert all((first - begun) // slab == (first + count - 1 - begun) // slab for first, _, count in found)
+    assert list(_stretches([4] * 30 + [2] * 10, 0, 100)) == [(0, 4, 30), (30, 2, 10)]
 
 
 def test_clients_that_all_end_together(recwarn):
@@ -183,6 +200,16 @@ def test_gpu_compiled_agrees_with_cpu(method, monkeypatch):
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
         on = [run(method, name, device=device, dtype=dtype) for device, name in (("cpu", "vmap"), ("cuda", "compiled"))]
         torch.testing.assert_close(on[1].x.cpu(), on[0].x, rtol=tolerance, atol=tolerance)
+
+
+@NO_GPU
+def test_gpu_steps_recorded_in_blocks_agree_with_cpu(monkeypatch):
+    """Long jobs that end anywhere in a block of recorded steps, and draws that end there."""
+    clients, _ = digits()
+    monkeypatch.setattr("fedstride.compiled.INDICES", 33 * 4 * len(clients))
+    options = dict(steps=[1 + 17 * i % 60 for i in range(len(clients))], lr=0.02, rounds=4)
+    on = [run("fedagrac", name, device=device, **options) for device, name in (("cpu", "vmap"), ("cuda", "compiled"))]
+    torch.testing.assert_close(on[1].x.cpu(), on[0].x, rtol=1e-9, atol=1e-9)
 
 
 @NO_GPU
