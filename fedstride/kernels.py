@@ -160,8 +160,7 @@ def sums(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: in
     x, g = x.contiguous(), g.contiguous()
     (C, B, I, H, W), (O, OH, OW) = x.shape, g.shape[2:]
     N, K, BO, BK = B * OH * OW, I * height * width, _block(O, 64), 32
-    # As measured on an H200. With 128 x 128 and eight warps, quicker still in TF32, results were wrong now and then.
-    BN = _block(K, 128 if K > (512 if x.dtype == torch.float32 else 1024) else 64)
+    BN = _block(K, 128 if K > 1024 else 64)
     tiles = triton.cdiv(O, BO) * triton.cdiv(K, BN)
     parts = max(1, min(PROGRAMS // (C * tiles), N // (4 * BK)))
     part = triton.cdiv(triton.cdiv(N, parts), BK) * BK
@@ -169,6 +168,7 @@ def sums(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: in
     kept = x.dtype if parts == 1 else torch.float32
     out, whole = (x.new_empty(parts, C, O, *rest, dtype=kept) for rest in ((I, height, width), ()))
     _sums[(tiles, parts, C)](
-        x, g, out, whole, I, H, W, O, height, width, OH, OW, N, stride, padding, part, _precision(), BO, BN, BK
+        x, g, out, whole, I, H, W, O, height, width, OH, OW, N, stride, padding, part, _precision(), BO, BN, BK,
+        num_stages=1,  # with loads ahead of products Triton 3.6 gave other sums now and then in TF32, and it took longer
     )  # fmt: skip
     return (out[0], whole[0]) if parts == 1 else (out.sum(0).to(x.dtype), whole.sum(0).to(x.dtype))

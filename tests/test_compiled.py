@@ -194,6 +194,28 @@ def test_kernels_equal_float64(shape, clients, dtype, exact, tolerance, monkeypa
 
 
 @NO_GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(25, 384, 2, 256, 3, 1), (25, 192, 2, 384, 3, 1), (10, 32, 12, 64, 5, 0)])
+def test_kernels_always_give_the_same(shape, dtype):
+    """Loads that overtook products spoiled the gradient of AlexNet's fourth layer in a few clients of many."""
+    torch.manual_seed(0)
+    batch, before, size, after, kernel, padding = shape
+    x = torch.randn(80, batch, before, size, size, device="cuda", dtype=dtype)
+    w = torch.randn(80, after, before, kernel, kernel, device="cuda", dtype=dtype)
+    g = torch.ops.fedstride.convolve_rows(x, w, 1, padding)
+    first, *others = (
+        (
+            torch.ops.fedstride.convolve_rows(x, w, 1, padding),
+            torch.ops.fedstride.convolve_back_rows(g, w, 1, padding, size, size),
+            *torch.ops.fedstride.correlate_rows(x, g, 1, padding, kernel, kernel),
+        )
+        for _ in range(12)
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other))
+
+
+@NO_GPU
 @pytest.mark.parametrize("method", ["fedavg", "fedagrac", "scaffold"])
 def test_gpu_compiled_agrees_with_cpu(method, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
