@@ -169,6 +169,6 @@ def sums(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: in
     out, whole = (x.new_empty(parts, C, O, *rest, dtype=kept) for rest in ((I, height, width), ()))
     _sums[(tiles, parts, C)](
         x, g, out, whole, I, H, W, O, height, width, OH, OW, N, stride, padding, part, _precision(), BO, BN, BK,
-        num_stages=1,  # with loads ahead of products Triton 3.6 gave other sums now and then in TF32, and it took longer
+        num_stages=1,  # with loads ahead of products Triton 3.6 gave wrong sums now and then in TF32, and took longer
     )  # fmt: skip
     return (out[0], whole[0]) if parts == 1 else (out.sum(0).to(x.dtype), whole.sum(0).to(x.dtype))
