@@ -169,7 +169,8 @@ class Study:
             seen.add(key)
         _write(root / "study.toml", whole_study)
         missing = [plan for plan, state in zip(self.plans, states) if state != "complete"]
-        together = Together() if workers is None and able(plan.experiment for plan in missing) else None
+        alone = workers is not None or len(missing) < 2
+        together = None if alone or not able(plan.experiment for plan in missing) else Together()
         found: dict[Path, Run] = {}
 
         def over(plan: Planned) -> None:

@@ -33,11 +33,8 @@ BUSY = 0.9  # share of the time that a GPU steps; with less, the runs are halved
 
 
 def able(experiments: "Iterable[Experiment]") -> bool:
-    """Whether runs had better be done together: there are several, on a GPU, and none asks for another backend."""
-    runs = list(experiments)
-    return len(runs) > 1 and all(
-        run.backend in ("auto", "compiled") and inputs.device(run.device).type == "cuda" for run in runs
-    )
+    """Whether runs can be done together: all are on a GPU, and none asks for another backend."""
+    return all(run.backend in ("auto", "compiled") and inputs.device(run.device).type == "cuda" for run in experiments)
 
 
 def several(experiments: "Iterable[Experiment]") -> int:

@@ -101,6 +101,13 @@ def test_side_by_side_gives_the_same(tmp_path):
         assert one.values("a", column) == two.values("a", column)
 
 
+def test_a_single_missing_run_is_compiled_too_where_several_would_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(play, "able", lambda runs: True)  # as on a GPU
+    item = table(Cell("a", "FedAvg", small()))
+    (run,) = play.play(item, tmp_path / "found.json", tmp_path / "runs", 1).runs
+    assert run["made"]["backend"] == "compiled"
+
+
 def test_a_run_of_another_experiment_does_not_count(tmp_path):
     cell = Cell("a", "FedAvg", small())
     found = Found(table(cell), tmp_path / "found.json")

@@ -66,7 +66,7 @@ def play(
                 _spread(found, folder.absolute(), seeds, watch, pool)
         return found
     planned = [task.experiment for task in missing(found, seeds)]
-    if jobs != 1 and able(planned):
+    if jobs != 1 and planned and able(planned):  # also a single one: it is long enough to be compiled
         _together(found, folder, seeds, watch, jobs or several(planned))
         return found
     if jobs and jobs > 1:
