@@ -189,7 +189,7 @@ def figure9(scale: str) -> Item:
             ),
         ]
     orders = [Order(f"tau = {tau}", *pair) for tau in range(2, 8)
-              for pair in (("Algorithm 2", "FedLin"), ("Algorithm 2", "FedTrack"), ("FedLin", "FedTrack"))]  # fmt: skip
+              for pair in (("Algorithm 2", "FedLin"), ("Algorithm 2", "FedTrack"))]  # fmt: skip
     return Item(
         "Figure 9", "Algorithm 2 is faster than FedLin and FedTrack.", tuple(cells), (ERROR, GROWTH),
         orders=tuple(orders),
@@ -199,8 +199,9 @@ def figure9(scale: str) -> Item:
         claims=(
             Claim("the error never grows under Algorithm 2", lambda found: _monotone(found, ("Algorithm 2",))),
             Claim(
-                "(ours) FedLin with Algorithm 2's step ends where Algorithm 2 ends: the gain is the size of the step",
+                "FedLin with Algorithm 2's step ends where Algorithm 2 ends: the gain is the size of the step",
                 lambda found: _same(found, "Algorithm 2", "FedLin, Algorithm 2's step"),
+                ours=True,
             ),
         ),
     )  # fmt: skip
@@ -271,6 +272,9 @@ def _cifar(title: str, beta: float, scale: str, smooth: float = 2.0, more: bool 
         choices=(
             "Batch and rounds are not stated: 64, 200.", "Kernels of the network are not stated: 3 x 3 with padding.",
             "Every client counts the same, as in the paper's analysis.",
+            "Images are standardised and not augmented, the network starts as torch has it: none of this is stated.",
+            "Orders are judged by the loss; tables have the mean of the last five measurements, which is 25 rounds.",
+            "The paper averages five runs; the full scale has three seeds, of which those named above were run.",
             *(("FedAdam and FedProx run 'by their papers', values not stated: server step 0.01 with local step 0.03; "
                "mu = 0.1 with Algorithm 2's step.",) if more else ()),
             "Added: SCAFFOLD and FedLin with Algorithm 2's step, to separate the method from the size of its steps.",
@@ -278,6 +282,8 @@ def _cifar(title: str, beta: float, scale: str, smooth: float = 2.0, more: bool 
         reduced="" if scale == "full" else "30 rounds instead of 200, one seed.",
     )  # fmt: skip
 
+
+OMITTED = ("Figure 4, CIFAR-100", "Figure 6, CIFAR-100", "Figure 8, CIFAR-100")
 
 ITEMS = {
     "figure1": figure1,

@@ -101,6 +101,7 @@ def test_side_by_side_gives_the_same(tmp_path):
         assert one.values("a", column) == two.values("a", column)
 
 
+@pytest.mark.slow
 def test_a_single_missing_run_is_compiled_too_where_several_would_be(tmp_path, monkeypatch):
     monkeypatch.setattr(play, "able", lambda runs: True)  # as on a GPU
     item = table(Cell("a", "FedAvg", small()))
@@ -175,6 +176,18 @@ def test_claims_wait_for_runs(tmp_path):
     put(found, cell, [0.8])
     assert [holds for _, holds in judge(found).claims] == [True, None]
     assert judge(found).held == judge(found).told == 1
+
+
+def test_what_is_ours_is_not_counted_as_the_papers(tmp_path):
+    cells = [Cell("a", name, small(), {"accuracy %": value, "seconds": value}) for name, value in (("x", 1), ("y", 2))]
+    seconds = Measure("seconds", lambda run: 0.0, ordered=False)
+    claims = (Claim("high", lambda found: True, ours=True), Claim("low", lambda found: False))
+    found = Found(table(*cells, measures=(final(), seconds), claims=claims), tmp_path / "found.json")
+    for cell in cells:
+        put(found, cell, [0.5, 0.6])
+    verdict = judge(found)
+    assert verdict.claims == (("(ours) high", True), ("low", False)) and (verdict.held, verdict.told) == (0, 1)
+    assert [ordering.measure.name for ordering in verdict.orderings] == ["accuracy %"]
 
 
 @pytest.mark.parametrize("name", ["figure6-fashion", "figure7-cifar10", "figure8-fashion"])

@@ -1,7 +1,8 @@
 """A table or figure of a paper as data: its experiments, the numbers printed for them, and what the paper claims.
 
-A paper is a module in `papers/` with TITLE and ITEMS; an item is a function of the scale ("cpu", "full") that returns
-an `Item`. "smoke" is the cpu item shrunk to seconds by `fedstride.reproduce.smoke`.
+A paper is a module in `papers/` with TITLE, ITEMS and perhaps OMITTED, the names of what is printed and has no item; an
+item is a function of the scale ("cpu", "full") that returns an `Item`. "smoke" is the cpu item shrunk to seconds by
+`fedstride.reproduce.smoke`.
 """
 
 import importlib
@@ -33,6 +34,7 @@ class Measure:
     lower: bool = True  # less is better
     places: int | None = 0  # decimals in tables; None: three digits, wherever they stand
     unit: str = ""  # of the way to a target: rounds or seconds
+    ordered: bool = True  # whether printed numbers put methods in an order that runs can show
 
     @property
     def worst(self) -> float:
@@ -117,6 +119,7 @@ class Claim:
 
     text: str
     holds: Callable[["Found"], bool | None]
+    ours: bool = False  # the paper does not say it
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ class Item:
     curve: tuple[str, str] = ("accuracy", "rounds")  # metric and axis of the picture
     keep: tuple[str, ...] = ()  # more metrics to keep of every curve
     log: bool = False  # logarithmic metric axis
+    ours: bool = False  # not in the paper
 
     def __post_init__(self) -> None:
         places = [(cell.row, cell.column) for cell in self.cells]

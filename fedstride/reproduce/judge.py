@@ -31,6 +31,8 @@ class Verdict:
     cells: int
     orderings: tuple[Ordering, ...]
     claims: tuple[tuple[str, bool | None], ...]
+    held: int  # claims of the paper that hold
+    told: int  # claims of the paper that could be judged
 
     def count(self, outcome: str) -> int:
         """Orderings with this outcome."""
@@ -40,16 +42,6 @@ class Verdict:
     def sure(self) -> int:
         """Orderings that agree beyond the spread over seeds."""
         return sum(ordering.sure and ordering.outcome == "agrees" for ordering in self.orderings)
-
-    @property
-    def held(self) -> int:
-        """Claims that hold."""
-        return sum(holds is True for _, holds in self.claims)
-
-    @property
-    def told(self) -> int:
-        """Claims that could be judged."""
-        return sum(holds is not None for _, holds in self.claims)
 
     def text(self) -> str:
         """In one sentence."""
@@ -61,15 +53,17 @@ class Verdict:
                 f"{self.count('disagrees')} reversed, {self.count('tied')} tied"
             )
         if self.told:
-            words.append(f"{self.held} of {self.told} claims hold")
+            words.append(f"{self.held} of {self.told} claims of the paper hold")
         return "; ".join(words)
 
 
 def judge(found: Found) -> Verdict:
     """Everything the paper prints or says, against what was run."""
     item = found.item
-    claims = tuple((claim.text, _ask(claim.holds, found)) for claim in item.claims)
-    return Verdict(found.done, len(item.cells), tuple(_orderings(found)), claims)
+    answers = [_ask(claim.holds, found) for claim in item.claims]
+    claims = tuple((f"{'(ours) ' * claim.ours}{claim.text}", holds) for claim, holds in zip(item.claims, answers))
+    papers = [holds for claim, holds in zip(item.claims, answers) if holds is not None and not claim.ours]
+    return Verdict(found.done, len(item.cells), tuple(_orderings(found)), claims, sum(papers), len(papers))
 
 
 def ratio(found: Found, cell: Cell, measure: Measure) -> float | None:
@@ -119,7 +113,7 @@ def _orderings(found: Found) -> Iterator[Ordering]:
         yield _compare(found, order.row, item.measures[0], order.better, order.worse)
     for row in item.rows:
         cells = [cell for cell in item.cells if cell.row == row]
-        for measure in item.measures:
+        for measure in (measure for measure in item.measures if measure.ordered):
             printed = [(cell.column, cell.printed[measure.name]) for cell in cells if measure.name in cell.printed]
             for i, (one, first) in enumerate(printed):
                 for two, second in printed[i + 1 :]:

@@ -21,8 +21,9 @@ writes the page anew. In tables stands *ours / printed*: mean and 95 % interval 
 median and how many did not; for a way to a target also the ratio to the printed number. Scale "full" is the paper's
 setting, "cpu" a reduction that is stated; the first table counts every item at the largest scale that ran. An ordering
 is a pair of methods in one row that the paper puts in an order, by its numbers or its words; *sure* means that the
-interval of the difference over seeds leaves zero out, which a single seed cannot show. Claims about curves are judged
-at the sixty or so rounds that are kept.
+interval of the difference over seeds leaves zero out, which a single seed cannot show. Claims that compare numbers
+compare medians; claims about curves are judged at the sixty or so rounds that are kept. Items and claims marked
+*(ours)* are not in the papers and stand outside the first table.
 """
 
 
@@ -38,16 +39,18 @@ def text(pictures: str = "reproduction") -> str:
             scales = dict.fromkeys(items.own_scale(paper, name, scale) for scale in ("full", "cpu"))
             found = {scale: Found(items.item(paper, name, scale), store.path(paper, name, scale)) for scale in scales}
             run = {scale: one for scale, one in found.items() if one.done}
-            total.add(run)
+            item = found["full"].item
+            if not item.ours:
+                total.add(run)
             if run:
                 sections += _section(paper, name, run, pictures)
-            item = found["full"].item
             share = found["full"].left(item.seeds)
             if share:
                 gpu, cpu = (duration(share * costs.seconds(item, item.seeds, kind)) for kind in ("cuda", "cpu"))
                 waiting.append(f"| {paper}/{name} | {found['full'].done} of {len(item.cells)} | {gpu} | {cpu} |")
-        rows.append(f"| {module.TITLE} | {total.run} / {len(module.ITEMS)} | {total.text()} |")
-        body += [f"# {module.TITLE}", "", *sections]
+        omitted = getattr(module, "OMITTED", ())
+        rows.append(f"| {module.TITLE} | {total.run} / {total.printed + len(omitted)} | {total.text()} |")
+        body += [f"# {module.TITLE}", "", *([f"Not here: {'; '.join(omitted)}.", ""] if omitted else []), *sections]
     summary = [
         "| paper | items run / printed | of these at full scale, in part | orderings that agree / known (sure) "
         "| reversed | claims that hold / known |",
@@ -65,11 +68,12 @@ class Sum:
     """Counts over the items of a paper; of an item, the largest scale that ran counts."""
 
     def __init__(self) -> None:
-        self.run = self.whole = self.part = 0
+        self.printed = self.run = self.whole = self.part = 0
         self.agree = self.known = self.sure = self.reversed = self.held = self.told = 0
 
     def add(self, found: dict[str, Found]) -> None:
         """One item, by scale, the largest first."""
+        self.printed += 1
         if not found:
             return
         scale, largest = next(iter(found.items()))
@@ -143,7 +147,7 @@ def _verdict(verdict: Verdict) -> list[str]:
     for claim, holds in verdict.claims:
         if holds is not None:
             lines.append(f"* {'Holds' if holds else 'Does not hold'}: {claim}.")
-    return [*lines, ""] if verdict.told else lines
+    return [*lines, ""] if lines[2:] else lines
 
 
 def _made(found: Found) -> str:
