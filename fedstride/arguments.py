@@ -36,7 +36,8 @@ def description(items: list[str] | None, seeds: str | None) -> dict[str, Any]:
             found[head] = defaults[head]  # partition.clients=5 changes the default partition
             if rest == "name" and value in CHOICES.get(head, {}):
                 allowed = known_options(head, value)[0]
-                found[head] = {key: given for key, given in defaults[head].items() if key in allowed}
+                fields = defaults[head] if isinstance(defaults[head], dict) else {}
+                found[head] = {key: given for key, given in fields.items() if key in allowed}
         found = override(found, path, value)
     if seeds is not None:
         values = parse_override(f"seeds=[{seeds}]")[1]

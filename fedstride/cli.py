@@ -203,7 +203,7 @@ def _study(
     wanted = by if command == "sweep" else None
     if json_:
         best = {"best": ranked(results, by)[0]} if wanted else {}
-        typer.echo(json.dumps({"folder": str(folder), "runs": summary(results)} | best))
+        typer.echo(json.dumps({"folder": str(folder), "runs": summary(results)} | best, allow_nan=False))
     else:
         show(results, wanted, folder)
     return folder, results

@@ -318,10 +318,11 @@ def single_job(plan: Plan, client: int, version: int) -> tuple[int, int, float]:
 
 def _checked(plan: Plan, number: int) -> np.ndarray:
     """[N]: everybody's learning rate in a round."""
+    value = plan.lr(number)
     try:
-        given = np.array(plan.lr(number), dtype=np.float64)
+        given = np.array(value, dtype=np.float64)
     except (TypeError, ValueError):
-        raise FedstrideError(f"lr must give numbers; in round {number} it gives {plan.lr(number)!r}") from None
+        raise FedstrideError(f"lr must give numbers; in round {number} it gives {value!r}") from None
     if given.size not in (1, plan.fleet.clients) or not np.isfinite(given).all() or (given <= 0).any():
         raise FedstrideError(
             f"lr must be one positive number, or one for each of {plan.fleet.clients} clients; "

@@ -8,10 +8,16 @@ from torch import Tensor
 
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
+from fedstride.inputs import check_labels
 from fedstride.losses import LossFunction
 from fedstride.vector import VectorModel
 
 Metric = Callable[[Tensor, Tensor], Any]
+
+TAKEN = (  # what a row says by itself
+    *("round", "seconds", "clients", "steps", "bytes_up", "bytes_down", "rejected", "staleness", "max_staleness"),
+    *("local_loss", "loss", "train_loss", "penalty"),
+)
 
 
 class Evaluation:
@@ -33,12 +39,18 @@ class Evaluation:
         self._test: tuple[Tensor, Tensor] | None = None
         if metrics is not None and not isinstance(metrics, dict):
             raise FedstrideError(f"metrics must be a dict of names and functions (outputs, targets), not {metrics!r}")
+        for name, metric in self._metrics.items():
+            if name in TAKEN:
+                raise FedstrideError(f"a metric must not be called {name!r}: every row has that already")
+            if not callable(metric):
+                raise FedstrideError(f"the metric {name!r} must be a function (outputs, targets), not {metric!r}")
         if test is not None:
             try:
                 data = Clients.from_arrays([test]).to(model.x.device, model.x.dtype)
                 self._test = data.inputs, data.targets
                 outputs = model.predict(model.x, data.inputs[:2])
                 loss(outputs, data.targets[:2])
+                check_labels(data, loss, outputs)
             except FedstrideError as error:
                 raise FedstrideError(str(error).replace("client 0", "test")) from None
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -53,7 +65,7 @@ class Evaluation:
             numbers["loss"] = float(self._loss(outputs, targets))
             if outputs.dim() == 2 and outputs.shape[1] > 1 and targets.dim() == 1 and not targets.is_floating_point():
                 numbers["accuracy"] = float((outputs.argmax(1) == targets).double().mean())
-            numbers |= {name: float(metric(outputs, targets)) for name, metric in self._metrics.items()}
+            numbers |= {name: _number(name, metric(outputs, targets)) for name, metric in self._metrics.items()}
         if self._training is not None:
             clients, weights = self._training
             outputs = self._model.predict(x, clients.inputs)
@@ -65,3 +77,10 @@ class Evaluation:
         if numbers and self._weight_decay:  # what is minimised is loss plus penalty
             numbers["penalty"] = self._weight_decay / 2 * float(x.double().square().sum())
         return numbers
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise FedstrideError(f"the metric {name!r} must give one number, not {str(value)[:80]}") from None

@@ -203,11 +203,13 @@ class Experiment(BaseModel):
         if self.data.name in FLEETS:
             if self.partition is not None and self.partition != Experiment.model_fields["partition"].default:
                 raise FedstrideError(f"data {self.data.name!r} comes as clients already; leave partition out")
-            made = FLEETS[self.data.name](**own, seed=self.data.options.get("seed", seed))
+            make = FLEETS[self.data.name]
+            made = make(**own, seed=self.data.options.get("seed", seed))
             if isinstance(made, Clients):
                 return made, None, ()
             clients, test = made
-            return clients, test, tuple(str(label) for label in range(int(clients.targets.max()) + 1))
+            classes = own.get("classes", inspect.signature(make).parameters["classes"].default)
+            return clients, test, tuple(str(label) for label in range(classes))
         if self.partition is None:
             raise FedstrideError("a partition is needed, such as {name = 'iid', clients = 20}")
         try:

@@ -53,7 +53,18 @@ def load(folder: str | Path) -> list[Record]:
         raise FedstrideError(
             f"no runs in {folder}; they are expected in LABEL/seed-K, as `fedstride compare` writes them"
         )
-    return [read(label, seed, path) for label, seed, path in sorted(found)]
+    labels = _labels(folder / "study.toml")
+    return [read(labels.get(name, name), seed, path) for name, seed, path in sorted(found)]
+
+
+def _labels(path: Path) -> dict[str, str]:
+    """What the methods of a study are called, by their folders, whose names may lack some characters."""
+    from fedstride.study import Study  # which needs this module
+
+    try:
+        return {plan.folder.parent.name: plan.label for plan in Study.load(path).plans}
+    except FedstrideError:  # there is none, or it is of another version
+        return {}
 
 
 def text(path: Path) -> str:

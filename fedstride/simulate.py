@@ -146,13 +146,13 @@ def simulate(
     if method.pooled:
         rule = step_rules.Pooled(rule, who, Sampler(clients, batch_size, sampling))
         clients, who = clients.pooled(), participations.Full()
+    vector = VectorModel(model, dtype, target)
     clients = clients.to(target, dtype)
     sampler = Sampler(clients, batch_size, sampling)
     local = dataclasses.replace(local, augment=inputs.augmentation(augment, sampler))
     pace = Pace(None if method.pooled else world, len(clients), seed)  # pooled data: no devices, nothing travels
     if method.pooled:
         schedule = Sync()
-    vector = VectorModel(model, dtype, target)
     inputs.check_schedule(method, schedule, rule, len(clients), rounds, bool(method.init_client(vector.x)))
     inputs.check_time(method, world, schedule, pace)
     inputs.check_protection(method, schedule, who, len(clients), rounds, guard, robust, privacy)
@@ -187,6 +187,8 @@ def simulate(
             transport, name = connect(pool, plan, model, loss, device, str(backend), chunk, *settings)
         if store is not None:
             store.load(run, transport)
+            if run.round > rounds:
+                raise FedstrideError(f"{folder} holds {run.round} rounds, more than the {rounds} asked for")
             if run.status == "finished" or (run.status == "stopped" and not (stop and stop(run.rows[-1]))):
                 run.status = "running"  # more rounds are asked for, or another target
         setup = {"backend": name}

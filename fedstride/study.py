@@ -30,6 +30,7 @@ from fedstride.simulate import simulate
 from fedstride.statistics import Run
 from fedstride.together import Together, able, several
 
+UNSHARED = ("guard", "robust", "privacy", "wire")  # with these, workers cannot share the cohorts of a run
 RESERVED = ("study.toml", "report.html", "figures", "table.csv", "table.parquet", "tensorboard")
 
 
@@ -95,6 +96,8 @@ class Study:
         rest = dict(description)
         if "method" in rest and "methods" in rest:
             raise FedstrideError("a study has method or methods, not both; leave one of them out")
+        if "seed" in rest and "seeds" in rest:
+            raise FedstrideError("a study has seed or seeds, not both; leave one of them out")
         given = {name: rest.pop(name) for name in ("methods", "seeds", "grid") if name in rest}
         return cls(rest, **given)
 
@@ -122,7 +125,11 @@ class Study:
                     "choose another folder"
                 )
         old, seeds = stored.get("methods", []), stored.get("seeds", [])
-        mine["methods"] = [*old, *(method for method in mine["methods"] if method not in old)]
+        known = [_entry(method) for method in old]
+        mine["methods"] = [*old, *(method for method in mine["methods"] if _entry(method) not in known)]
+        for path_, values in stored.get("grid", {}).items():
+            given = mine.get("grid", {}).get(path_, [])
+            mine.setdefault("grid", {})[path_] = [*values, *(value for value in given if value not in values)]
         return mine | {"seeds": sorted({*seeds, *mine["seeds"]})}
 
     def _plans(self) -> Iterator[Planned]:
@@ -134,7 +141,8 @@ class Study:
             for path, value in (entry.changes | point).items():
                 description = override(description, path, value)
             label = entry.label or str(Experiment.parse(description).method)
-            rest = [f"{path}={value}" for path, value in point.items() if not path.startswith("method")]
+            # A name made from the method tells its options already.
+            rest = [f"{path}={value}" for path, value in point.items() if entry.label or not path.startswith("method")]
             label = " ".join([label, *rest])
             for seed in self.seeds:
                 experiment = Experiment.parse(description | {"seed": seed})
@@ -195,12 +203,19 @@ class Study:
             elif pool is not None:
                 from fedstride.scale.side import side_by_side  # needs Ray
 
-                whole_runs = missing[: len(missing) - len(missing) % len(pool)]
+                whole_runs = _whole_runs(missing, len(pool))
                 for plan, _ in side_by_side(pool, root.absolute(), whole_runs, call, watch):
                     over(plan)
             complete(plans, pool)
         labels = dict.fromkeys(plan.label for plan in self.plans)
         return {label: [found[plan.folder] for plan in self.plans if plan.label == label] for label in labels}
+
+
+def _whole_runs(missing: list[Planned], workers: int) -> list[Planned]:
+    """Those that one worker does alone: as many as keep all busy, and those whose uploads only one may see."""
+    single = [plan for plan in missing if any(getattr(plan.experiment, name) for name in UNSHARED)]
+    rest = [plan for plan in missing if plan not in single]
+    return single + rest[: max(0, len(rest) - len(missing) % workers)]
 
 
 def _play(
@@ -236,6 +251,8 @@ def facts(result: Result, prepared: Prepared) -> dict[str, Any]:
     with torch.no_grad():
         for rows in clients.order.split(2048):
             outputs = model(clients.inputs[rows].to(device, dtype))
+            if outputs.dim() != 2 or outputs.shape[1] < 2:
+                return found  # no scores of classes
             right.append((outputs.argmax(1).cpu() == clients.targets[rows]).double())
     sums = np.add.reduceat(torch.cat(right).numpy(), clients.offsets[:-1])
     found["accuracy"] = (sums / clients.sizes).tolist()
@@ -280,18 +297,19 @@ def _state(path: Path, experiment: Experiment) -> str:
                 f"{path} holds another experiment: its {key} is {stored.get(key)!r}, not {mine.get(key)!r}; choose "
                 "another folder"
             )
-    if stored["rounds"] > mine["rounds"]:
-        raise FedstrideError(f"{path} holds {stored['rounds']} rounds, more than the {mine['rounds']} asked for")
     try:
         run = json.loads((path / "run.json").read_text())["run"]
+        played = run["round"]
         over = run["status"] in ("stopped", "diverged") or (
             run["status"] == "finished"
-            and (run["round"] >= mine["rounds"] or run["seconds"] >= mine.get("seconds", float("inf")))
+            and (played >= mine["rounds"] or run["seconds"] >= mine.get("seconds", float("inf")))
         )
     except FileNotFoundError:
-        over = False
+        over, played = False, 0
     except (OSError, ValueError, KeyError, TypeError):
         raise FedstrideError(f"{path / 'run.json'} is damaged; delete {path} to run it again") from None
+    if played > mine["rounds"]:
+        raise FedstrideError(f"{path} holds {played} rounds, more than the {mine['rounds']} asked for")
     return "complete" if over and (path / "clients.json").exists() else "unfinished"
 
 
@@ -309,6 +327,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def _entry(method: Any) -> Entry:
     if isinstance(method, Choice):
         method = method.model_dump()
+    if isinstance(method, str):
+        method = {"name": method}
     if not isinstance(method, dict):
         return Entry("", {"method": method})
     options = {key: value for key, value in method.items() if key not in ("set", "label")}

@@ -1,5 +1,6 @@
 """The terminal: progress while runs go on, the table at their end."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,16 +67,26 @@ def shown_metric(results: dict[str, list[Run]], wanted: str | None) -> str:
 
 
 def ranked(results: dict[str, list[Run]], metric: str) -> list[str]:
-    """Labels, the best first; those whose runs all diverged last."""
-    means = {label: statistics.summarise(runs, metric).mean for label, runs in results.items()}
+    """Labels, the best first; after them those with diverged runs, and last those of which all diverged."""
+    found = {label: statistics.summarise(runs, metric) for label, runs in results.items()}
     sign = 1 if statistics.lower_is_better(metric) else -1
-    return sorted(means, key=lambda label: (means[label] is None, sign * (means[label] or 0)))
+
+    def place(label: str) -> tuple[bool, bool, float]:
+        mean = found[label].mean
+        return mean is None, bool(found[label].diverged), sign * (mean or 0)
+
+    return sorted(found, key=place)
 
 
 def summary(results: dict[str, list[Run]]) -> list[dict[str, Any]]:
-    """One entry a run, for machines."""
+    """One entry a run, for machines; what is no finite number is null, as JSON knows no other."""
+
+    def last(run: Run) -> dict[str, Any]:
+        row = run.rows[-1] if run.rows else {}
+        return {key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in row.items()}
+
     return [
-        {"label": label, "seed": run.seed, "status": run.status, "last": run.rows[-1] if run.rows else {}}
+        {"label": label, "seed": run.seed, "status": run.status, "last": last(run)}
         for label, runs in results.items()
         for run in runs
     ]

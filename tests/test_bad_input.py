@@ -40,6 +40,11 @@ RUNS = [
     (dict(test=(np.zeros((3, 9)), np.zeros(3, dtype=int))), "the test data do not fit model and loss"),
     (dict(test=(np.full((3, 1, 8, 8), np.nan), np.zeros(3, dtype=int))), "test has NaN or infinity in its inputs"),
     (dict(test=torch.zeros(3)), "test must be a pair"),
+    (dict(test=(np.zeros((3, 1, 8, 8)), np.array([0, 1, 17]))), "test has label 17; the model has outputs 0 to 9"),
+    (dict(metrics={"seconds": len}, test=(np.zeros((3, 1, 8, 8)), np.zeros(3, dtype=int))), "not be called 'seconds'"),
+    (dict(metrics={"own": 7}, test=(np.zeros((3, 1, 8, 8)), np.zeros(3, dtype=int))), "'own' must be a function"),
+    (dict(dtype="float64"), "dtype must be torch.float32, torch.float64 or torch.bfloat16, not float64"),
+    (dict(lr=lambda round: "fast"), "lr must give numbers; in round 1 it gives 'fast'"),
     (dict(device=None), "unknown device None"),
     (dict(momentum="a"), "momentum must be a number"),
     (dict(folder=None, resume=True), "resume=True needs the folder"),
@@ -141,6 +146,18 @@ def test_bad_settings(changes, words, tmp_path):
 def test_bad_objects(make, words):
     with pytest.raises(fs.FedstrideError, match=words):
         make()
+
+
+def test_a_metric_gives_one_number():
+    clients, test = digits()
+    with pytest.raises(fs.FedstrideError, match="'own' must give one number, not"):
+        metrics = {"own": lambda outputs, targets: outputs}
+        fs.simulate("fedavg", small_network(), clients, rounds=1, lr=0.1, test=test, metrics=metrics)
+
+
+def test_an_accuracy_is_a_share():
+    with pytest.raises(fs.FedstrideError, match="above 0 and up to 1, not at 90"):
+        fs.Target(accuracy=90)
 
 
 def test_cuda_is_not_silently_replaced():

@@ -1,5 +1,6 @@
 """Cohorts, weights, steps, rejection, exchanges, rows, stopping, saving."""
 
+import copy
 import json
 
 import numpy as np
@@ -288,6 +289,15 @@ class TestFolders:
         with pytest.raises(fs.FedstrideError, match="its model is"):
             other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
             fs.simulate("scaffold", other, clients, rounds=3, folder=tmp_path, resume=True, **self.settings())
+        for part in ("inputs", "targets", "order"):  # other data of the same sizes
+            changed = copy.copy(clients)
+            setattr(changed, part, getattr(clients, part).flip(0))
+            with pytest.raises(fs.FedstrideError, match="its clients is"):
+                fs.simulate(
+                    "scaffold", small_network(), changed, rounds=3, folder=tmp_path, resume=True, **self.settings()
+                )
+        with pytest.raises(fs.FedstrideError, match="holds 3 rounds, more than the 2 asked for"):
+            self.start(tmp_path, rounds=2, resume=True)
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     @pytest.mark.parametrize("damage", ["tensors", "json", "cut", "missing", "rows", "no rows"])

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from problems import heed_ctrl_c
 
 import fedstride as fs
-from fedstride import checkpoint, cli
+from fedstride import checkpoint, cli, runs, statistics, terminal
 from fedstride.choices import CHOICES
-from fedstride.experiment import Experiment
-from fedstride.study import Study, override, parse_override
+from fedstride.experiment import Experiment, read_toml
+from fedstride.study import Study, _whole_runs, override, parse_override
 
 SMALL = {
     "rounds": 3,
@@ -330,6 +330,90 @@ def test_sweep_names_the_best(tmp_path, fedstride):
     assert len(list((tmp_path / "s").glob("*/seed-0"))) == 4
     again = fedstride("sweep", "rounds=2", "--over", "lr=0.001,0.3", "--by", "loss", "--out", "j", "--json")
     assert json.loads(again.out)["best"].endswith("lr=0.3")
+
+
+def test_a_point_with_diverged_runs_is_not_the_best(tmp_path):
+    rows = {"round": 1, "seconds": 0.0, "steps": 1, "bytes_up": 1, "bytes_down": 1}
+    good, weak = ({"accuracy": value} | rows for value in (0.9, 0.2))
+    results = {
+        "lr=0.45": [statistics.Run(0, [good], "finished"), statistics.Run(1, [rows], "diverged")],
+        "lr=0.001": [statistics.Run(seed, [weak], "finished") for seed in range(2)],
+    }
+    assert terminal.ranked(results, "accuracy") == ["lr=0.001", "lr=0.45"]
+
+
+def test_a_study_grows_in_any_spelling_and_its_file_can_be_run(tmp_path, fedstride):
+    fedstride("compare", "rounds=1", "-m", "fedavg,scaffold", "--out", "q")
+    (tmp_path / "more.toml").write_text('rounds = 1\nmethods = ["fedavg", "feddyn"]\n')
+    fedstride("compare", "more.toml", "--out", "q", "--resume")
+    fedstride("run", "q/study.toml", "--out", "q", "--resume")
+    assert len(list((tmp_path / "q").glob("*/seed-0"))) == 3
+    for values in ("0.1,0.2", "0.2,0.5"):
+        fedstride("sweep", "rounds=1", "--over", f"lr={values}", "--out", "g")
+    assert read_toml(tmp_path / "g" / "study.toml")["grid"] == {"lr": [0.1, 0.2, 0.5]}
+
+
+def test_labels_beside_options_in_a_grid(tmp_path, fedstride):
+    study = Study(methods=[{"name": "fedprox", "label": "prox (own)"}], grid={"method.mu": [0.1, 1.0]})
+    assert [plan.label for plan in study.plans] == ["prox (own) method.mu=0.1", "prox (own) method.mu=1.0"]
+    study.play(tmp_path / "l")
+    assert {record.label for record in runs.load(tmp_path / "l")} == {plan.label for plan in study.plans}
+
+
+def test_a_run_can_be_cut_short_where_it_has_not_got_yet(tmp_path):
+    long = Study({"rounds": 100_000})
+
+    class Interrupt(Exception):
+        pass
+
+    def stop(plan, row):
+        if row["round"] == 5:
+            raise Interrupt
+
+    with pytest.raises(Interrupt):
+        long.play(tmp_path, watch=stop)
+    with pytest.raises(fs.FedstrideError, match="holds 4 rounds, more than the 2 asked for"):
+        Study({"rounds": 2}).play(tmp_path, resume=True)
+    (run,) = Study({"rounds": 7}).play(tmp_path, resume=True)["fedavg"]
+    assert len(run.rows) == 7 and run.status == "finished"
+
+
+def test_seed_and_seeds(fedstride):
+    assert "seed or seeds, not both" in fedstride("run", "rounds=1", "seed=5", "--seeds", "2", code=2).err
+
+
+def test_a_default_that_is_a_number_can_become_a_table(tmp_path, fedstride):
+    fedstride("run", "steps.name=gaussian", "steps.mean=5", "steps.variance=4", "rounds=1", "--out", "t")
+    assert Experiment.load(next((tmp_path / "t").glob("*/seed-0/experiment.toml"))).steps.name == "gaussian"
+
+
+def test_models_with_one_output(tmp_path, fedstride):
+    fedstride("run", "data=digits", "model=svm-fedveca", "loss=parity_hinge", "rounds=1", "--out", "o")
+    assert "accuracy" not in json.loads(next((tmp_path / "o").glob("*/seed-0/clients.json")).read_text())
+
+
+def test_json_knows_no_infinity(fedstride):
+    said = fedstride("run", "model=logistic", "lr=1e37", "rounds=2", "--json", "--out", "i").out
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    assert json.loads(said, parse_constant=refuse)["runs"][0]["last"]["loss"] is None
+
+
+def test_synthetic_has_the_classes_it_was_asked_for():
+    for seed in range(3):  # some of these fleets have not all labels
+        described = Experiment.parse(
+            {"data": {"name": "synthetic", "alpha": 1.0, "beta": 1.0, "clients": 1}, "seed": seed}
+        )
+        assert len(described.fleet()[2]) == 10
+
+
+def test_runs_whose_uploads_must_be_seen_together_stay_whole():
+    plans = Study({"rounds": 1}, methods=["fedavg", "fedprox", {"name": "scaffold", "set": {"robust": "median"}}]).plans
+    whole = _whole_runs(plans, 2)
+    assert [plan.label for plan in whole] == ["scaffold", "fedavg"]
+    assert _whole_runs(plans[2:], 2) == plans[2:] and _whole_runs(plans[:1], 2) == []
 
 
 def test_a_misspelt_metric_stops_a_sweep_after_its_first_run(tmp_path, fedstride):

@@ -186,6 +186,26 @@ def test_diverged_runs_are_named_and_do_not_win(folder):
     assert "All runs diverged." in text(folder)
 
 
+def test_a_method_that_diverged_before_it_was_measured_hides_nothing(tmp_path):
+    spread(tmp_path, "fedavg", (0.8, 0.9))
+    spread(tmp_path, "scaffold", (0.7, 0.8))
+    for label in ("fedavg", "scaffold"):
+        for path in tmp_path.glob(f"{label}/*/rows.jsonl"):
+            edit(
+                path,
+                lambda words: words.replace('"seconds": 1.0', '"seconds": 0').replace('"seconds": 2.0', '"seconds": 0'),
+            )
+    spread(tmp_path, "large", (0.0, 0.0))
+    for seed in range(2):
+        status(tmp_path, "large", seed, "diverged")
+        lost = {"round": 1, "seconds": 0, "steps": 5, "bytes_up": 100, "bytes_down": 100}
+        rows = tmp_path / "large" / f"seed-{seed}" / "rows.jsonl"
+        rows.write_text(2 * (json.dumps(lost) + "\n"))
+    words = text(tmp_path)
+    assert "All runs diverged" not in words and cells(words)["fedavg"][0].startswith("85")
+    assert "Progress" in words and "virtual seconds" not in words
+
+
 def test_what_was_not_reached_says_so(folder):
     words = text(folder, target=fs.Target(accuracy=1.0))
     assert "0 of 2 reached" in words and cells(words)["fedavg"][2] == "> 6"

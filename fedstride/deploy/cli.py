@@ -31,7 +31,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Send in the clear, a
 @app.command()
 def local(items: Items = None, out: Home = Path("runs/deploy"), timeout: Timeout = 600.0) -> None:
     """Server and clients on this machine, one process each, as many as the partition has clients."""
-    experiment = Experiment.parse(description(items, None))
+    experiment = _experiment(items)
     clients = None if experiment.partition is None else experiment.partition.options.get("clients")
     if not clients:
         raise FedstrideError("deploy local needs a partition with a number of clients, such as partition.clients=3")
@@ -54,7 +54,7 @@ def server(
     timeout: Timeout = 600.0,
 ) -> None:  # fmt: skip
     """The server of a federation; started again in the same folder, it goes on."""
-    experiment = Experiment.parse(description(items, None))
+    experiment = _experiment(items)
     guard(host, keys, insecure)
     words = f"waiting for {clients} clients; each runs: fedstride deploy client --server HOST:{port} --number K ..."
     link = stack.Stack(out / "flower-stack", clients, host, port, keys)
@@ -116,7 +116,9 @@ def _serve(
     started: Callable[[stack.Stack], None],
 ) -> None:  # fmt: skip
     """Run it, and show what came of it."""
-    prepared = experiment.prepare(real=True)  # mistakes come out before anything starts
+    from fedstride.deploy.server import deployable  # needs Flower
+
+    prepared = deployable(experiment)  # mistakes come out before anything starts
     study = Study(experiment)
     (plan,) = study.plans
     folder = out / plan.folder
@@ -140,6 +142,17 @@ def _serve(
     show(results, None, folder, record.clock)
     typer.echo(f"report: {report.write(out)}")
     end(results)
+
+
+def _experiment(items: list[str] | None) -> Experiment:
+    """The one run that is to be deployed."""
+    found = description(items, None)
+    if more := [name for name in ("methods", "seeds", "grid") if name in found]:
+        raise FedstrideError(
+            f"a deployment is one run, and the description is of several: leave {' and '.join(more)} out; its method "
+            "and seed can be given as method=fedavg seed=0"
+        )
+    return Experiment.parse(found)
 
 
 def _name(folder: Path, experiment: Experiment) -> str:
@@ -167,5 +180,5 @@ def _tell(line: str, plan: Planned, watch: Callable[[Planned, dict[str, Any]], N
             accuracy = f", accuracy {row['accuracy']:.3f}" if "accuracy" in row else ""
             where = f"round {row['round']}/{plan.experiment.rounds}"
             err.print(f"{where}: {row['clients']} clients, {row['seconds']:.1f} s{accuracy}")
-    elif line.startswith(("client", "the reply", "the experiment")) or "FedstrideError: " in line:
+    elif line.startswith(("client", "the reply")) or "FedstrideError: " in line:
         err.print(line.rpartition("FedstrideError: ")[2])

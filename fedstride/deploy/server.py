@@ -46,12 +46,9 @@ def serve(
     progress: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> Result:
     """Run an experiment with so many nodes; `name` tells this run from others, also after a restart of the server."""
-    prepared = experiment.prepare(real=True)
+    prepared = deployable(experiment)
     method, settings = prepared.method, prepared.settings
-    if method.pooled:
-        raise FedstrideError(f"{method.name} pools all data in one place; it cannot be deployed")
     schedule = settings["schedule"] or method.schedule
-    _refuse(experiment, schedule)
     vector, listed = VectorModel(prepared.model, settings["dtype"]), _listed(experiment)
     # What is told of a private run's epsilon holds for the fleet it starts with.
     fixed = method.fixed_fleet or experiment.privacy is not None
@@ -135,8 +132,13 @@ def _plan(
     )  # fmt: skip
 
 
-def _refuse(experiment: Experiment, schedule: Schedule) -> None:
-    """What a simulation can do and a network cannot, or not yet."""
+def deployable(experiment: Experiment) -> Prepared:
+    """The parts of an experiment; what a simulation can do and a network cannot, or not yet, is refused."""
+    prepared = experiment.prepare(real=True)
+    method = prepared.method
+    schedule = prepared.settings["schedule"] or method.schedule
+    if method.pooled:
+        raise FedstrideError(f"{method.name} pools all data in one place; it cannot be deployed")
     if isinstance(schedule, Deadline) and schedule.late == "drop":
         raise FedstrideError("a deployed client hands in what it has at the deadline; use late='cut'")
     if isinstance(schedule, SendBuffers) and schedule.resend:
@@ -145,6 +147,7 @@ def _refuse(experiment: Experiment, schedule: Schedule) -> None:
         sys.stderr.write("the experiment's world is not used: over a network devices and links are what they are\n")
     if experiment.train_loss:
         raise FedstrideError("the server does not see the clients' data, so there is no train_loss; leave it out")
+    return prepared
 
 
 def _uploads(experiment: Experiment, prepared: Prepared) -> dict[str, dict[str, int]]:

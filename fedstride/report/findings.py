@@ -69,7 +69,8 @@ def find(records: list[Record], target: float | Target | None = None) -> Finding
     goal = Target(accuracy=target) if isinstance(target, (int, float)) else target
     if goal is None and metric == "accuracy":
         goal = _default_target([run for label in rivals for run in ended[label]])
-    units = [unit for unit in UNITS if goal and any(reach(runs, goal, unit) for runs in ended.values())]
+    told = [runs for runs in ended.values() if any(run.status != "diverged" for run in runs)]
+    units = [unit for unit in UNITS if goal and any(reach(runs, goal, unit) for runs in told)]
     table = {}
     for label in ranking:
         final, best, *ways, gap = _cells(label, ended[label], rivals[:1], ended, metric, goal, units)
@@ -87,9 +88,10 @@ def find(records: list[Record], target: float | Target | None = None) -> Finding
 
 
 def _metrics(groups: dict[str, list[Record]]) -> list[str]:
-    """Numbers that every method measured."""
+    """Numbers that every method measured, but for those of which no run came to an end, if others did."""
     names: list[set[str]] = []
-    for group in groups.values():
+    over = [group for group in groups.values() if any(record.status in ("finished", "stopped") for record in group)]
+    for group in over or groups.values():
         rows = [row for record in group for row in record.rows]
         if rows:
             names.append({name for row in rows for name, value in row.items() if isinstance(value, float | int)})
