@@ -137,11 +137,11 @@ class Algorithm:
 
     def client(self, work: Work, msg: Any, memory: Any) -> tuple[Any, Any]:
         """Local work of a cohort; returns the upload and the memory that counts once the upload was used."""
-        raise NotImplementedError
+        raise FedstrideError(f"{self.name} has no client(self, work, msg, memory)")
 
     def server(self, state: Any, replies: Replies) -> Any:
         """The next server state."""
-        raise NotImplementedError
+        raise FedstrideError(f"{self.name} has no server(self, state, replies)")
 
     def factor(self, reply: Header) -> Tensor | None:
         """[R]: by how much every reply counts in `replies.mean`, such as a discount for staleness; None: 1."""

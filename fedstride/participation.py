@@ -1,5 +1,6 @@
 """Who takes part in a round."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -150,7 +151,7 @@ def resolve(value: Participation | Sequence[Sequence[int]] | None) -> Participat
     if isinstance(value, Participation):
         return value
     try:
-        return Listed(tuple(tuple(int(client) for client in cohort) for cohort in value))
+        return Listed(tuple(tuple(operator.index(client) for client in cohort) for cohort in value))
     except (TypeError, ValueError):
         raise FedstrideError(
             "participation must come from fs.participation (full, uniform, weighted, bernoulli) or be a list of "

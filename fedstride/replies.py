@@ -220,11 +220,21 @@ class Replies:
 
     def each(self, field: str) -> Tensor:
         """[R]: a scalar field of every reporter."""
-        return self._there(self.header(field)) if field in Header._fields else torch.cat(self._scalars[field])
+        if field in Header._fields:
+            return self._there(self.header(field))
+        return torch.cat(self._found(self._scalars, field))
 
     def rows(self, field: str) -> Tensor:
         """[R, d]: a vector field of every reporter."""
-        return torch.cat(self._rows[field])
+        if field in self._sums and not self._keep_rows:
+            raise FedstrideError(f"a method that looks at the rows of {field!r} must declare needs_rows = True")
+        return torch.cat(self._found(self._rows, field))
+
+    def _found(self, values: dict[str, list[Tensor]], field: str) -> list[Tensor]:
+        if field not in values:
+            known = [*self._sums, *self._scalars, *Header._fields]
+            raise FedstrideError(f"the uploads have no field {field!r} of that kind; they have {', '.join(known)}")
+        return values[field]
 
     def mean(self, field: str) -> Tensor:
         """Mean of a field by aggregation factors."""

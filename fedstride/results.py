@@ -20,8 +20,8 @@ class Target:
     def __post_init__(self) -> None:
         if all(getattr(self, field.name) is None for field in fields(self)):
             raise FedstrideError("a Target needs accuracy, loss or train_loss")
-        if self.accuracy is not None and not 0 < self.accuracy <= 1:
-            raise FedstrideError(f"the accuracy of a Target lies above 0 and up to 1, not at {self.accuracy!r}")
+        if self.accuracy is not None and not 0 <= self.accuracy <= 1:
+            raise FedstrideError(f"the accuracy of a Target is a share from 0 to 1, not {self.accuracy!r}")
 
     def __call__(self, row: dict[str, Any]) -> bool:
         for name, low in (("accuracy", False), ("loss", True), ("train_loss", True)):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedstride.algorithm import Algorithm
 from fedstride.errors import FedstrideError
-from fedstride.participation import Bernoulli, Full, Participation
+from fedstride.participation import Bernoulli, Full, Listed, Participation
 from fedstride.replies import Header, Replies
 from fedstride.schedule import Schedule
 
@@ -133,4 +133,6 @@ def _expected(schedule: Schedule, who: Participation, count: int) -> float | Non
         return getattr(schedule, "size", getattr(schedule, "n", None))
     if isinstance(who, Full):
         return count
+    if isinstance(who, Listed):
+        return min((len(set(cohort)) for cohort in who.cohorts if cohort), default=None)
     return who.p * count if isinstance(who, Bernoulli) else getattr(who, "n", None)

@@ -109,9 +109,9 @@ class Sampler:
             if step >= limit:  # this client has finished; its row is not used
                 lists.append(np.zeros(1, dtype=np.int64))
                 continue
-            chosen = np.asarray(self.sampling(int(client), int(version), int(step)), dtype=np.int64).reshape(-1)
+            chosen = np.asarray(self.sampling(int(client), int(version), int(step))).reshape(-1)
             n = int(self.clients.sizes[client])
-            if len(chosen) == 0 or chosen.min() < 0 or chosen.max() >= n:
+            if len(chosen) == 0 or chosen.dtype.kind not in "iu" or chosen.min() < 0 or chosen.max() >= n:
                 raise FedstrideError(
                     f"sampling({client}, {version}, {step}) gave {chosen.tolist()[:5]}; "
                     f"client {client} needs at least one index from 0 to {n - 1}"

@@ -93,7 +93,8 @@ def simulate(
     lr: a number, one number a client, or a function of the round (counted from 1) that gives either.
     steps: a number, one number a client, a rounds x clients table, or a rule from `fs.steps`.
     batch_size: None uses all local data in every step: exact gradients.
-    sampling: "replacement", "shuffle" (passes over the local data), or a function (client, round, step) -> indices.
+    sampling: "replacement", "shuffle" (passes over the local data), or a function (client, round, step) -> indices,
+        all counted from 0.
     augment: changes the inputs of mini-batches (not of full gradients or tests), such as fs.data.crop_flip(padding=4).
     participation: a rule from `fs.participation`, or a list of cohorts, one a round.
     schedule: None (the method's own), fs.schedule.Sync(), .Deadline(seconds), which cuts the local steps of slow

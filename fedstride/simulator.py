@@ -44,8 +44,18 @@ def train(
 ) -> Trained:
     """Let some clients, longest jobs first, do their part of an exchange together."""
     work = Work(oracle, sampler, jobs, job_keys(seed, exchange.name, *jobs[:3], oracle.model.x.device), local)
-    upload, memory = exchange.client(work, message, memory)
-    return Trained(upload, memory, work.train_loss, work.evaluations)
+    given = exchange.client(work, message, memory)
+    if not isinstance(given, tuple) or len(given) != 2 or not all(_fields(part) for part in given):
+        raise FedstrideError(
+            f"the client half of the exchange {exchange.name!r} must return an upload and a memory, each a NamedTuple "
+            f"of tensors or (), not {type(given).__name__}"
+        )
+    return Trained(*given, work.train_loss, work.evaluations)
+
+
+def _fields(part: Any) -> bool:
+    """Whether it is a NamedTuple, or nothing."""
+    return isinstance(part, tuple) and (not part or hasattr(part, "_fields"))
 
 
 class Simulator:

@@ -63,6 +63,10 @@ RUNS = [
     (dict(batch_size=0), "batch_size must be a whole number from 1"),
     (dict(sampling="sorted"), "sampling must be 'replacement', 'shuffle' or a function"),
     (dict(sampling=lambda client, round, step: [10**6]), r"sampling\(\d, 0, 0\) gave"),
+    (dict(sampling=lambda client, round, step: [1.9]), r"sampling\(\d, 0, 0\) gave \[1.9\]; client"),
+    (dict(sampling=lambda client, round, step: None), r"sampling\(\d, 0, 0\) gave \[None\]; client"),
+    (dict(participation=[[0.9, 1.9]] * 3), "or be a list of cohorts"),
+    (dict(robust=fs.robust.Median(), participation=[[0, 1, 2], [0], [1, 2, 3]]), "needs at least 3 replies"),
     (dict(participation=fs.participation.uniform(7)), "7 different clients a round, but the fleet has 6"),
     (dict(participation=fs.participation.uniform(0)), "at least one a round"),
     (dict(participation=fs.participation.bernoulli(0)), "probability above 0"),
@@ -156,7 +160,7 @@ def test_a_metric_gives_one_number():
 
 
 def test_an_accuracy_is_a_share():
-    with pytest.raises(fs.FedstrideError, match="above 0 and up to 1, not at 90"):
+    with pytest.raises(fs.FedstrideError, match="a share from 0 to 1, not 90"):
         fs.Target(accuracy=90)
 
 

@@ -9,6 +9,7 @@ import torch
 from problems import STEPS, Quadratics, add, digits, small_network
 
 import fedstride as fs
+from fedstride.algorithm import Algorithm, Delta
 from fedstride.algorithms import FedAvg, Scaffnew, Scaffold
 from fedstride.clients import Fleet
 from fedstride.engine import Plan
@@ -356,3 +357,25 @@ def test_rates_are_asked_for_once_a_round_and_kept_as_they_were():
     for number in (1, 2, 1):
         assert plan.rates(number).tolist() == [number, number]
     assert asked == [1, 2]
+
+
+class TestMistakesInMethods:
+    """A method of one's own that is not whole yet says so."""
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"client": lambda self, work, msg, memory: (work.descend(msg.x) - msg.x, memory)}, "NamedTuple"),
+            ({"client": lambda self, work, msg, memory: Delta(work.descend(msg.x) - msg.x)}, "an upload and a memory"),
+            ({"client": Algorithm.client}, r"has no client\(self, work, msg, memory\)"),
+            ({"server": Algorithm.server}, r"has no server\(self, state, replies\)"),
+            ({"server": lambda self, state, replies: replies.mean("dy")}, "no field 'dy' of that kind; they have dx"),
+            ({"server": lambda self, state, replies: replies.rows("dx")}, "must declare needs_rows = True"),
+        ],
+    )
+    def test_one_sentence(self, changes, words, monkeypatch):
+        for name, function in changes.items():
+            monkeypatch.setattr(FedAvg, name, function)
+        clients, _ = digits()
+        with pytest.raises(fs.FedstrideError, match=words):
+            fs.simulate("fedavg", small_network(), clients, rounds=1, lr=0.1)

@@ -360,7 +360,8 @@ def test_labels_beside_options_in_a_grid(tmp_path, fedstride):
     assert {record.label for record in runs.load(tmp_path / "l")} == {plan.label for plan in study.plans}
 
 
-def test_a_run_can_be_cut_short_where_it_has_not_got_yet(tmp_path):
+def test_a_run_can_be_cut_short_where_it_has_not_got_yet(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.Folder, "due", lambda self: True)
     long = Study({"rounds": 100_000})
 
     class Interrupt(Exception):
@@ -372,7 +373,7 @@ def test_a_run_can_be_cut_short_where_it_has_not_got_yet(tmp_path):
 
     with pytest.raises(Interrupt):
         long.play(tmp_path, watch=stop)
-    with pytest.raises(fs.FedstrideError, match="holds 4 rounds, more than the 2 asked for"):
+    with pytest.raises(fs.FedstrideError, match="holds [45] rounds, more than the 2 asked for"):
         Study({"rounds": 2}).play(tmp_path, resume=True)
     (run,) = Study({"rounds": 7}).play(tmp_path, resume=True)["fedavg"]
     assert len(run.rows) == 7 and run.status == "finished"
