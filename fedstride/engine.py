@@ -258,6 +258,7 @@ def _exchange(
         row["clients"] = max(row["clients"], len(replies))
         staleness = replies.header("staleness")
         row["staleness"], row["max_staleness"] = float((replies.shares * staleness).sum()), int(staleness.max())
+    if len(replies) or plan.privacy is not None:
         run.state = exchange.server(run.state, replies)
     elif rejected and exchange.audience is None and jobs is not None:
         run.status = "diverged"
@@ -284,7 +285,7 @@ def _replies(plan: Plan, participation: Participation, x: Tensor, version: int) 
         return RobustReplies(plan.robust, *settings)
     if plan.privacy is not None:
         share = plan.privacy.share(participation, plan.fleet.clients)
-        return PrivateReplies(plan.privacy, share, plan.secret, *settings)
+        return PrivateReplies(plan.privacy, share, plan.secret, x.dtype, *settings)
     return Replies(*settings)
 
 

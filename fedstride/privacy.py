@@ -80,9 +80,9 @@ class Gaussian:
 class PrivateReplies(Replies):
     """Replies of which the server sees noisy sums alone."""
 
-    def __init__(self, rule: Gaussian, share: float, secret: int, *settings: Any):
+    def __init__(self, rule: Gaussian, share: float, secret: int, dtype: torch.dtype, *settings: Any):
         super().__init__(*settings)
-        self._rule, self._share, self._secret = rule, share, secret
+        self._rule, self._share, self._secret, self._dtype = rule, share, secret, dtype
 
     def reduce(self, jobs: Jobs, upload: Any, used: np.ndarray, size: int) -> Reduced:
         """The used ones of a batch of uploads, clipped."""
@@ -104,9 +104,11 @@ class PrivateReplies(Replies):
 
     def total(self, field: str) -> Tensor:
         """The noisy sum; the same noise in the same update, however often it is asked for."""
-        found = super().total(field)
         if field in Header._fields:
-            return found
+            return super().total(field)
+        # Of an update without replies there is noise as well: that there were none is nobody's business.
+        nothing = torch.zeros(self._d, dtype=self._dtype, device=self._device)
+        found = super().total(field) if field in self._sums else nothing
         rng = generator(self._secret, "noise", field, self._version)
         scale = self._rule.noise * self._rule.clip * float(self._weights.max())
         return found + scale * torch.as_tensor(rng.standard_normal(found.shape), dtype=found.dtype, device=found.device)

@@ -145,7 +145,8 @@ def simulate(
     rate = inputs.rate(lr, 1 if method.pooled else len(clients))
     target = inputs.device(device)
     if method.pooled:
-        rule = step_rules.Pooled(rule, who, Sampler(clients, batch_size, sampling))
+        shares = clients.fleet(weights or method.weights, torch.device("cpu")).weights.numpy()
+        rule = step_rules.Pooled(rule, who, Sampler(clients, batch_size, sampling), shares)
         clients, who = clients.pooled(), participations.Full()
     vector = VectorModel(model, dtype, target)
     clients = clients.to(target, dtype)

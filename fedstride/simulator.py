@@ -77,6 +77,7 @@ class Simulator:
     ):
         self._oracle, self._sampler, self._local, self._chunk, self._seed = oracle, sampler, local, chunk, seed
         self._pace, self._extra = pace, algorithm.full_gradients
+        self._needs_all = algorithm.name if algorithm.full_only else ""
         self._schedule, self._plan_job, self._wire = schedule, plan_job, wire
         self.now, self.sent = 0.0, 0
         self.memories = Memories(algorithm.init_client(oracle.model.x), memory)
@@ -108,6 +109,11 @@ class Simulator:
                 raise FedstrideError(
                     f"at virtual second {self.now:g} no client of the fleet can finish its steps within the deadline "
                     f"of {cut:g} s; give more time, fewer steps, or late='cut'"
+                )
+            if self._needs_all and not done.all():
+                raise FedstrideError(
+                    f"client {jobs.clients[done == 0][0]} cannot do a single step within the deadline of {cut:g} s, "
+                    f"and {self._needs_all} needs every client in every round; give more time"
                 )
             jobs, down, late = (jobs._replace(steps=done).take(done > 0), down[done > 0], late[done > 0])
         end = self.now

@@ -164,15 +164,14 @@ class Unfinished(Steps):
 class Pooled(Steps):
     """The sum of a cohort's steps, for one client that holds all the data."""
 
-    def __init__(self, steps: Steps, who: Participation, sampler: Sampler):
-        self.steps, self.who, self.sampler = steps, who, sampler
+    def __init__(self, steps: Steps, who: Participation, sampler: Sampler, weights: np.ndarray):
+        self.steps, self.who, self.sampler, self.weights = steps, who, sampler, weights
 
     def __repr__(self) -> str:
         return f"Pooled({self.steps!r}, {self.who!r})"
 
     def draw(self, clients: np.ndarray, round: int, epoch: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        sizes = self.sampler.clients.sizes
-        cohort = self.who.draw(generator(seed, "cohort", round), sizes / sizes.sum(), round).clients
+        cohort = self.who.draw(generator(seed, "cohort", round), self.weights, round).clients
         _, done = self.steps.draw(cohort, round, self.sampler.steps_per_epoch(cohort), seed)
         return _same(np.array([done.sum()]))
 

@@ -146,9 +146,11 @@ class Work:
         return g + self._local.weight_decay * y if self._local.weight_decay else g
 
     def loss(self, x: Tensor) -> Tensor:
-        """Losses [C, 1] over all local data at x."""
+        """Losses [C, 1] over all local data at x, with the penalty that weight decay stands for."""
         y = self.rows(x)
-        return self._total(self._losses, (y,), self._pieces(self.jobs), self._keys, FULL_PASS)[0][:, None]
+        found = self._total(self._losses, (y,), self._pieces(self.jobs), self._keys, FULL_PASS)[0][:, None]
+        decay = self._local.weight_decay
+        return found + decay / 2 * y.square().sum(1, keepdim=True) if decay else found
 
     def smoothness(self, x: Tensor, iterations: int = 300) -> Tensor:
         """L_i [C, 1]: the largest curvature (absolute eigenvalue of the Hessian) of every client's loss at x.

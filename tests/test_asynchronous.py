@@ -615,3 +615,18 @@ def test_numbers_in_messages_of_several_versions_become_a_column():
     assert stacked([Params(1.5), Params(1.5)], like).x == 1.5
     assert stacked([Params(1.0), Params(2.0)], like).x.tolist() == [[1.0], [2.0]]
     assert stacked([Params(like[None]), Params(like[None] + 1)], like).x.tolist() == [[0.0], [1.0]]
+
+
+def test_who_was_away_when_the_others_were_refused_is_not_waited_for():
+    """The server had drawn client 1, went on without it, and must not take its update for one of the next draw."""
+    problem = Quadratics()
+    pairs = [problem.clients.data(i) for i in range(6)]
+    pairs[2] = (pairs[2][0] * 1e120, pairs[2][1] * 0 + 1e200)  # never finite
+    result = fs.simulate(
+        fs.algorithms.DlsgdHetero(n=3), problem.model(), fs.Clients.from_arrays(pairs), loss=fs.losses.least_squares,
+        rounds=25, lr=0.05, steps=3, batch_size=None, dtype=torch.float64, device="cpu", seed=33,
+        world=fs.World(
+            devices=[0.5, 0.1, 0.2, 0.35, 0.4, 0.1], availability=lambda client, t: not (client == 1 and 0.5 <= t < 6)
+        ),
+    )  # fmt: skip
+    assert result.status == "finished" and result.rows[-1]["round"] == 25

@@ -303,14 +303,11 @@ def test_a_file_that_is_no_data_is_named(tmp_path):
 
 
 def test_a_deadline_cuts_the_steps_of_a_slow_device(tmp_path, monkeypatch):
-    experiment = description("fedlga", steps=400, schedule={"name": "deadline", "seconds": 0.2}, rounds=1)
+    many = 100_000  # no machine does so many in time
+    experiment = description("fedlga", steps=many, schedule={"name": "deadline", "seconds": 0.2}, rounds=1)
     over, _ = deployed(experiment, tmp_path)
-    steps = [job["steps"] for job in over.timeline.jobs]
-    assert (
-        all(1 <= count <= 400 for count in steps)
-        and min(steps) < 400
-        and {job["target"] for job in over.timeline.jobs} == {400}
-    )
+    jobs = over.timeline.jobs
+    assert all(1 <= job["steps"] < many and job["target"] == many for job in jobs)
 
 
 def test_methods_that_pool_data_are_refused(tmp_path):

@@ -153,7 +153,7 @@ def test_fednova_norms(rho, mu):
         tau = int(tau)
         if mu == 0:
             norm = (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)
-            assert float(upload.reach[list(steps).index(tau)]) == pytest.approx(norm)
+            assert float(upload.reach[list(steps).index(tau)]) == pytest.approx(LR * norm)
         elif rho == 0:
             norm = (1 - (1 - LR * mu) ** tau) / (LR * mu)
         else:
@@ -163,7 +163,7 @@ def test_fednova_norms(rho, mu):
                 norm = (1 - LR * mu) * norm + count
         client_id = STEPS.index(tau)
         displacement = fednova_path(problem, client_id, tau, rho, mu)
-        np.testing.assert_allclose(d.numpy(), displacement / norm, atol=1e-12)
+        np.testing.assert_allclose(d.numpy(), displacement / (LR * norm), atol=1e-12)
 
 
 def fednova_path(problem, client, tau, rho, mu):
@@ -437,3 +437,57 @@ class TestFedVeca:
         low, high = np.linalg.eigvalsh(h)[[0, -1]]
         rows = problem.run(FedVeca(), rounds=20, lr=0.05).rows
         assert low - 1e-9 <= rows[5]["smoothness"] and "premise" in rows[5]
+
+
+class TestCorners:
+    """Where settings meet that are each fine alone."""
+
+    def test_fednova_with_rates_of_their_own_keeps_no_bias_of_order_one(self):
+        problem, ratio = Quadratics(), np.array([1, 4, 1, 2, 1, 3.0])
+        far, near = (
+            problem.distance(
+                problem.run("fednova", lr=list(scale * ratio), rounds=int(60 / scale), steps=[1, 6, 3, 5, 2, 4]),
+                problem.optimum(),
+            )
+            for scale in (0.02, 0.005)
+        )
+        assert near < 0.1 and near == pytest.approx(far / 4, rel=0.1)  # proportional to lr
+
+    def test_the_roll_back_minds_weight_decay(self):
+        problem = Quadratics()
+        model = problem.model()
+        with torch.no_grad():
+            model.weight.copy_(torch.as_tensor(problem.optimum()))  # where the loss is least and the penalty is not
+        ends = [
+            fs.simulate(
+                FedVeca(adapt=False, rollback=rollback, loss="global"), model, problem.clients, rounds=60, lr=0.05,
+                steps=2, loss=fs.losses.least_squares, batch_size=None, weight_decay=2.0, dtype=torch.float64,
+            ).x
+            for rollback in (False, True)
+        ]  # fmt: skip
+        assert (ends[1] - ends[0]).norm() < 0.05 < 0.5 < (ends[1] - model.weight.flatten()).norm()
+
+    def test_centralised_adds_up_the_steps_of_the_cohorts_of_others(self):
+        problem = Quadratics()
+        for weights in ("data", "uniform"):
+            steps = [
+                [row["steps"] for row in problem.run(
+                    method, rounds=12, participation=fs.participation.weighted(3), weights=weights
+                ).rows]
+                for method in ("fedavg", "centralised")
+            ]  # fmt: skip
+            assert steps[0] == steps[1]
+
+    def test_who_needs_everybody_does_not_lose_them_to_a_deadline(self):
+        world = fs.World(devices=[0.5, 0.1, 0.2, 0.1, 0.1, 0.1])
+        with pytest.raises(fs.FedstrideError, match="client 0 cannot do a single step .* scaffnew needs every client"):
+            Quadratics().run("scaffnew", rounds=30, lr=0.1, schedule=fs.schedule.Deadline(0.45), world=world)
+
+    @pytest.mark.parametrize(
+        ("name", "options"),
+        [("fedadam", {"v0": -1.0}), ("fedyogi", {"v0": "x"}), ("localsteps", {"growth": -9.0}),
+         ("fedlga", {"variant": "taylor", "kappa": 0.0})],
+    )  # fmt: skip
+    def test_options_that_mean_nothing(self, name, options):
+        with pytest.raises(fs.FedstrideError, match=list(options)[-1]):
+            fs.algorithms.make(name, **options)

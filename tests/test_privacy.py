@@ -31,7 +31,16 @@ def replies(uploads, rule, share=1.0, secret=7, version=0):
     count = len(uploads)
     zeros, ones = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.int64)
     made = PrivateReplies(
-        rule, share, secret, WEIGHTS.numpy(), uploads.shape[1], False, False, version, lambda header: None
+        rule,
+        share,
+        secret,
+        uploads.dtype,
+        WEIGHTS.numpy(),
+        uploads.shape[1],
+        False,
+        False,
+        version,
+        lambda header: None,
     )
     add(made, Jobs(np.arange(count), zeros, zeros, ones, ones, ones * 0.1, ones), Delta(uploads))
     return made
@@ -308,3 +317,15 @@ def test_absent_clients_of_a_private_run_are_drawn_like_the_others():
 def test_workers_refuse_what_they_do_not_do(option):
     with pytest.raises(fs.FedstrideError, match="workers sum uploads where they train"):
         Quadratics().run("fedavg", rounds=1, workers=2, **option)
+
+
+def test_a_round_without_usable_uploads_has_noise_like_any_other():
+    """Or the model itself would tell that all of them were refused."""
+    problem = Quadratics()
+    refused = problem.run("fedavg", rounds=3, privacy=Gaussian(1.0, 1.0), guard=fs.guards.Norms(bound=1e-6))
+    assert refused.status == "finished" and refused.rows[-1]["rejected"] == 6 and refused.rows[-1]["clients"] == 0
+    start = problem.model().weight.detach().flatten()
+    moved = refused.x - start
+    scale = float(problem.weights["data"].max()) * 3**0.5  # of three rounds of noise
+    assert 0.2 * scale < float(moved.std()) < 3 * scale
+    assert refused.x.dtype == torch.float64

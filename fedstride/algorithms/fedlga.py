@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fedstride.algorithm import Algorithm, Delta, check_choice, check_number, register
+from fedstride.errors import FedstrideError
 
 
 class State(NamedTuple):
@@ -23,10 +24,10 @@ class FedLGA(Algorithm):
     Rule: D_i = y_i - x after S_i of S steps. K_2 are the complete clients. An unfinished one is corrected by `D_i <-
     D_i + kappa g <g, v>` with `g = -D_i / (lr S_i)`, `v = mean over K_2 of D - D_i`; `x <- x + server_lr mean(D_i)`.
 
-    Options: `variant` "paper", "taylor" (`D_i - lr (S - S_i) (g + g <g, v>)`), "rescale" (`D_i S / S_i`). `clip` caps
-    kappa at 1 / |g|^2, which is the print while |g|^2 <= 1 and cannot diverge beyond; `clip=False` is the print to the
-    letter. `empty` K_2: "none" (no correction that round) or "rescaled_mean" (v uses the mean of D_i S / S_i). `decay`
-    gamma: the local step is lr (1 - gamma)^(round - 1).
+    Options: `variant` "paper", "taylor" (`D_i - lr (S - S_i) (g + g <g, v>)`), "rescale" (`D_i S / S_i`); kappa and
+    clip belong to "paper". `clip` caps kappa at 1 / |g|^2, which is the print while |g|^2 <= 1 and cannot diverge
+    beyond; `clip=False` is the print to the letter. `empty` K_2: "none" (no correction that round) or "rescaled_mean"
+    (v uses the mean of D_i S / S_i). `decay` gamma: the local step is lr (1 - gamma)^(round - 1).
 
     Deviations: clip is on by default, because along g the print multiplies the deviation by 1 - |g|^2 and blows up
     beyond 2. On quadratics the printed correction is worse than none as soon as |g|^2 is of order one, and rescaling
@@ -48,6 +49,8 @@ class FedLGA(Algorithm):
         check_number(self, "server_lr", 0, open=True)
         check_choice(self, "variant", ("paper", "taylor", "rescale"))
         check_number(self, "kappa")
+        if self.variant != "paper" and self.kappa != 1:
+            raise FedstrideError(f"fedlga: kappa belongs to the variant 'paper'; {self.variant!r} has none")
         check_choice(self, "empty", ("none", "rescaled_mean"))
         check_number(self, "decay", 0, 0.9999)
 

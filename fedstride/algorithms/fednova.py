@@ -30,10 +30,10 @@ class FedNova(Algorithm):
     Paper: Wang et al., "Tackling the objective inconsistency problem in heterogeneous federated optimization",
     NeurIPS 2020.
 
-    Rule: a client's displacement is `D_i = -lr sum_k a_{i,k} g_k`. The server takes `x <- x + tau_eff sum w_i D_i /
-    |a_i|_1` with `tau_eff = sum w_i |a_i|_1`. Plain SGD has |a_i|_1 = K_i; momentum rho and a proximal term mu change
-    it by the recurrence `weight <- rho weight + 1`, `norm <- (1 - lr mu) norm + weight`. Server momentum: `u <- m u +
-    step`, `x <- x + u`.
+    Rule: a client's displacement is `D_i = -lr_i sum_k a_{i,k} g_k`. The server takes `x <- x + tau_eff sum w_i D_i /
+    (lr_i |a_i|_1)` with `tau_eff = sum w_i lr_i |a_i|_1`; where all have the same lr, it cancels. Plain SGD has
+    |a_i|_1 = K_i; momentum rho and a proximal term mu change it by the recurrence `weight <- rho weight + 1`, `norm <-
+    (1 - lr mu) norm + weight`. Server momentum: `u <- m u + step`, `x <- x + u`.
 
     Deviations: with mu > 0, tau_eff averages K_i, as the authors' optimiser does. Public code updates the norm by the
     momentum line and the proximal line in turn, which is not |a_i|_1 when both are on; the recurrence above is. Local
@@ -69,7 +69,7 @@ class FedNova(Algorithm):
         start = Carry(buffer, work.column(), work.column())
         y, carry = work.descend(msg.x, direction, rows=(msg.x, work.lr), carry=start)
         reach = work.steps if self.mu else carry.norm
-        return Upload((y - msg.x) / carry.norm, reach), memory
+        return Upload((y - msg.x) / (work.lr * carry.norm), work.lr * reach), memory
 
     def server(self, state, replies):
         u = self.server_momentum * state.u + replies.mean("reach") * replies.mean("d")

@@ -38,6 +38,8 @@ class _Adaptive(Algorithm):
         check_number(self, "beta1", 0, 1)
         check_number(self, "epsilon", 0, open=True)
         check_number(self, "beta2", 0, 1)
+        if self.v0 is not None:
+            check_number(self, "v0")
 
     def init(self, x, fleet):
         return Moments(x, zeros_like(x), full_like(x, self.epsilon**2 if self.v0 is None else self.v0))

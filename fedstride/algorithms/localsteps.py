@@ -45,6 +45,8 @@ class LocalSteps(Algorithm):
     def __post_init__(self):
         check_choice(self, "step", ("local", "universal", "given"))
         check_number(self, "scale", 0, open=True)
+        if self.growth is not None:
+            check_number(self, "growth", 0, open=True)
 
     @property
     def inspects(self):  # everybody's smoothness

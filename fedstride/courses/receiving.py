@@ -140,6 +140,7 @@ class SendBuffersCourse(_Receiving):
 
     def publish(self, version: int) -> None:
         super().publish(version)
+        self.asked.clear()  # who was away is left when all others' updates were refused: the server goes on without it
         rng, weights = generator(self.seed, "cohort", version + 1), self.costs.even
         cohort = Uniform(self.n, replacement=True).draw(rng, weights, version + 1)
         self.draws = dict(zip(cohort.clients.tolist(), cohort.times.tolist()))
