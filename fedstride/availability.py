@@ -138,6 +138,8 @@ def trace(path: str | Path) -> Availability:
             rows = [(int(row["client"]), float(row["from"]), float(row["to"])) for row in csv.DictReader(file)]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise FedstrideError(f"{path} is not a table with the columns client, from, to: {error}") from None
+    if not rows:
+        raise FedstrideError(f"{path} says of no client when it is there; it needs rows with client, from, to")
     for client, start, end in rows:
         if not start < end:
             raise FedstrideError(

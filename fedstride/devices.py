@@ -106,12 +106,12 @@ def trace(path: str | Path) -> Devices:
     """A CSV file with the columns `client` and `seconds` (per local step), one row a client."""
     try:
         with open(path, newline="") as file:
-            found = {int(row["client"]): float(row["seconds"]) for row in csv.DictReader(file)}
+            found = sorted((int(row["client"]), float(row["seconds"])) for row in csv.DictReader(file))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise FedstrideError(f"{path} is not a table with the columns client, seconds: {error}") from None
-    if sorted(found) != list(range(len(found))):
+    if not found or [client for client, _ in found] != list(range(len(found))):
         raise FedstrideError(f"{path} must have one row for each client, counted from 0")
-    return Given(tuple(found[client] for client in sorted(found)))
+    return Given(tuple(seconds for _, seconds in found))
 
 
 def resolve(value: Any, count: int, seed: int) -> np.ndarray:

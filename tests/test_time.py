@@ -272,3 +272,18 @@ def test_very_fast_devices_are_not_late():
 def test_bad_worlds(changes, words):
     with pytest.raises(fs.FedstrideError, match=words):
         Quadratics().run("fedavg", rounds=1, **{key: v() if callable(v) else v for key, v in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "words"),
+    [
+        (fs.devices.trace, "client,seconds\n0,1\n1,2\n1,3\n", "one row for each client"),
+        (fs.devices.trace, "client,seconds\n", "one row for each client"),
+        (fs.availability.trace, "client,from,to\n", "says of no client when it is there"),
+        (fs.availability.trace, "", "says of no client when it is there"),
+    ],
+)
+def test_traces_that_say_nothing_or_two_things(make, text, words, tmp_path):
+    (tmp_path / "trace.csv").write_text(text)
+    with pytest.raises(fs.FedstrideError, match=words):
+        make(tmp_path / "trace.csv")
