@@ -10,14 +10,12 @@ from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
 from fedstride.inputs import check_labels
 from fedstride.losses import LossFunction
+from fedstride.results import COUNTERS
 from fedstride.vector import VectorModel
 
 Metric = Callable[[Tensor, Tensor], Any]
 
-TAKEN = (  # what a row says by itself
-    *("round", "seconds", "clients", "steps", "bytes_up", "bytes_down", "rejected", "staleness", "max_staleness"),
-    *("local_loss", "loss", "train_loss", "penalty"),
-)
+TAKEN = (*COUNTERS, "local_loss", "loss", "train_loss", "penalty")  # what a row says by itself
 
 
 class Evaluation:

@@ -108,7 +108,7 @@ class PrivateReplies(Replies):
             return super().total(field)
         # Of an update without replies there is noise as well: that there were none is nobody's business.
         nothing = torch.zeros(self._d, dtype=self._dtype, device=self._device)
-        found = super().total(field) if field in self._sums else nothing
+        found = super().total(field) if len(self) else nothing
         rng = generator(self._secret, "noise", field, self._version)
         scale = self._rule.noise * self._rule.clip * float(self._weights.max())
         return found + scale * torch.as_tensor(rng.standard_normal(found.shape), dtype=found.dtype, device=found.device)

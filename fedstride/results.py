@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from fedstride.errors import FedstrideError
 from fedstride.timeline import Timeline
 
+# What every row counts, whatever the method and the metrics.
+COUNTERS = "round seconds clients steps bytes_up bytes_down rejected staleness max_staleness".split()
+
 
 @dataclass(frozen=True)
 class Target:

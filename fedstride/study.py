@@ -127,9 +127,9 @@ class Study:
         old, seeds = stored.get("methods", []), stored.get("seeds", [])
         known = [_entry(method) for method in old]
         mine["methods"] = [*old, *(method for method in mine["methods"] if _entry(method) not in known)]
-        for path_, values in stored.get("grid", {}).items():
-            given = mine.get("grid", {}).get(path_, [])
-            mine.setdefault("grid", {})[path_] = [*values, *(value for value in given if value not in values)]
+        for field, values in stored.get("grid", {}).items():
+            given = mine.get("grid", {}).get(field, [])
+            mine["grid"] = mine.get("grid", {}) | {field: [*values, *(value for value in given if value not in values)]}
         return mine | {"seeds": sorted({*seeds, *mine["seeds"]})}
 
     def _plans(self) -> Iterator[Planned]:

@@ -37,10 +37,10 @@ def local(items: Items = None, out: Home = Path("runs/deploy"), timeout: Timeout
         raise FedstrideError("deploy local needs a partition with a number of clients, such as partition.clients=3")
 
     def started(running: stack.Stack) -> None:
+        err.print(f"Flower's link is up, {clients} nodes start; what they say is in {out / 'flower-stack'}")
         for number in range(int(clients)):
             running.start(number)
 
-    err.print(f"starting Flower's link and {clients} nodes; what they say is in {out / 'flower-stack'}")
     _serve(experiment, stack.Stack(out / "flower-stack", int(clients)), out, timeout, started)
 
 

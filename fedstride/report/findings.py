@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from fedstride.report import sentences
 from fedstride.report.sentences import Cell, amount, pretty, reach, scale, split, testable
-from fedstride.results import Target
+from fedstride.results import COUNTERS, Target
 from fedstride.runs import Record
 from fedstride.statistics import UNITS, Run, compare, lower_is_better, summarise
 
-COUNTERS = "round seconds clients steps bytes_up bytes_down rejected staleness max_staleness".split()
 FIRST = ("accuracy", "loss", "train_loss", "local_loss")  # metrics in the order in which people ask for them
 ROUND = (0.99, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3, 0.2, 0.1)  # targets, if none is given
 
