@@ -379,3 +379,16 @@ class TestMistakesInMethods:
         clients, _ = digits()
         with pytest.raises(fs.FedstrideError, match=words):
             fs.simulate("fedavg", small_network(), clients, rounds=1, lr=0.1)
+
+
+def test_the_local_loss_is_the_mean_over_steps_by_aggregation_factors():
+    problem = Quadratics()
+    start, losses = problem.model().weight.detach().numpy().ravel(), []
+    for a, c, steps in zip(problem.a, problem.c, STEPS):
+        y, seen = start.copy(), []
+        for _ in range(steps):
+            seen.append((y - c) @ a @ (y - c) / 2)
+            y -= 0.05 * a @ (y - c)
+        losses.append(np.mean(seen))
+    (row,) = problem.run("fedavg", rounds=1, lr=0.05).rows
+    assert row["local_loss"] == pytest.approx(problem.weights["data"] @ losses, rel=1e-12)
