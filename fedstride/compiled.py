@@ -25,10 +25,11 @@ from torch.utils import _pytree as trees
 from fedstride.convolution import by_rows
 from fedstride.descent import AUGMENT, Local, Moving, active, move
 from fedstride.graph import Graph, padded
-from fedstride.keys import fold, there
+from fedstride.keys import fold
 from fedstride.oracle import Batch
 from fedstride.sampling import Jobs, Sampler, table
 from fedstride.tracing import identity, pointwise, trace
+from fedstride.transfer import there
 from fedstride.vector import VectorModel
 
 INDICES = 1 << 20  # of examples that are drawn at a time

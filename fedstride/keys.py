@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstride.transfer import there
+
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
@@ -51,11 +53,6 @@ def job_keys(
     """One key a job: a client that starts from a version for the n-th time, for one purpose."""
     base = np.full_like(clients, key(seed, purpose))
     return there(fold(fold(fold(base, clients), versions), repeats), device)
-
-
-def there(numbers: np.ndarray, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers of the server on a device, which goes on with what it is doing."""
-    return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def below(keys: Tensor, bound: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fedstride.errors import FedstrideError
-from fedstride.keys import there
 from fedstride.sampling import Jobs
+from fedstride.transfer import there
 
 
 class Header(NamedTuple):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fedstride.clients import Clients
 from fedstride.errors import FedstrideError
-from fedstride.keys import below, fold, there
+from fedstride.keys import below, fold
+from fedstride.transfer import there
 
 Replay = Callable[[int, int, int], Sequence[int]]  # (client, round, step) -> indices, all counted from 0
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fedstride.descent import AUGMENT, Local, Moving, active, cut, move, shaped
-from fedstride.keys import fold, there
+from fedstride.keys import fold
 from fedstride.oracle import Batch, Oracle
 from fedstride.sampling import Indices, Jobs, Sampler
+from fedstride.transfer import there
 
 ELEMENTS = 1 << 24  # numbers of input data one oracle call may hold: 64 MiB in float32
 ROW = 1 << 17  # the same for one client, where the cut must not depend on how many clients there are
