@@ -28,7 +28,7 @@ from fedstride.graph import Graph, padded
 from fedstride.keys import fold
 from fedstride.oracle import Batch
 from fedstride.sampling import Jobs, Sampler, table
-from fedstride.tracing import identity, pointwise, trace
+from fedstride.tracing import add_products, identity, pointwise, trace
 from fedstride.transfer import there
 from fedstride.vector import VectorModel
 
@@ -124,6 +124,7 @@ class Program:
     def _compile(self, tensors: list[Tensor]) -> Callable:
         single = len(tensors[4]) == 1
         traced = trace(self._step, tensors, self._rows, single)
+        add_products(traced)
         if not single:
             for value, own in zip(tensors, self._rows):
                 if own:

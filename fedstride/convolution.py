@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from fedstride.products import move_rows
 from fedstride.vector import VectorModel
 
 
@@ -51,6 +52,21 @@ def correlate_rows(x: Tensor, g: Tensor, stride: int, padding: int, height: int,
     return kernels, g.sum((1, 3, 4))
 
 
+@torch.library.custom_op("fedstride::add_correlation", mutates_args=("y",))
+def add_correlation(
+    y: Tensor, lr: Tensor, x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: int,
+    shift: Tensor | None, decay: float,
+) -> Tensor:  # fmt: skip
+    """y <- y - lr (gradient of the kernels + decay y + shift), as in fedstride/products.py; the gradient of biases."""
+    if _quick(x) and y.dtype == torch.float32:
+        from fedstride.kernels import sums
+
+        return sums(x, g, stride, padding, height, width, (y, lr, shift, decay))[1]
+    gradient, bias = correlate_rows(x, g, stride, padding, height, width)
+    move_rows(y, lr, gradient.flatten(1).to(y.dtype), shift, decay)
+    return bias
+
+
 def _quick(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16)
 
@@ -73,6 +89,11 @@ def _(g, w, stride, padding, height, width):
 @correlate_rows.register_fake
 def _(x, g, stride, padding, height, width):
     return x.new_empty(*x.shape[:-4], g.shape[-3], x.shape[-3], height, width), g.new_empty(*g.shape[:-4], g.shape[-3])
+
+
+@add_correlation.register_fake
+def _(y, lr, x, g, stride, padding, height, width, shift, decay):
+    return g.new_empty(*g.shape[:-4], g.shape[-3])
 
 
 class Bilinear(torch.autograd.Function):

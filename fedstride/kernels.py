@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedstride.products import move_rows
+
 PROGRAMS = 512  # into as many pieces long sums are cut, to keep all multiprocessors busy with few clients
 
 
@@ -62,12 +64,26 @@ def _product(
 
 
 @triton.jit
+def _moved(y, gradient, lr, shift, decay, there, SHIFTED: tl.constexpr):
+    """y - lr (gradient + decay y + shift)."""
+    before = tl.load(y, mask=there)
+    gradient += decay * before
+    if SHIFTED:
+        gradient += tl.load(shift, mask=there)
+    return before - tl.load(lr) * gradient
+
+
+@triton.jit
 def _sums(
-    x, g, out, whole, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, KH: tl.constexpr,
-    KW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, TOP: tl.constexpr,
-    PART: tl.constexpr, PRECISION: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, g, out, whole, lr, shift, decay, out_client, lr_client, shift_client, I: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    N: tl.constexpr, STRIDE: tl.constexpr, TOP: tl.constexpr, PART: tl.constexpr, MOVES: tl.constexpr,
+    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[o, k] = sum over n of g[o, n] patch[k, n], and whole[o] of g[o, n], for one client and one part of the n."""
+    """out[o, k] = sum over n of g[o, n] patch[k, n], and whole[o] of g[o, n], for one client and one part of the n.
+
+    MOVES: out is not set to the sum but moved along it, by `_moved`.
+    """
     client = tl.program_id(2).to(tl.int64)
     tiles = tl.cdiv(I * KH * KW, BN)
     k = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
@@ -93,8 +109,11 @@ def _sums(
         if tl.program_id(0) % tiles == 0:
             seen += left
     place = tl.program_id(1) * tl.num_programs(2) + client
-    out += place * (O * I * KH * KW) + o[:, None] * (I * KH * KW) + k[None, :]
-    tl.store(out, total, mask=(o < O)[:, None] & (k < I * KH * KW)[None, :])
+    there, at = (o < O)[:, None] & (k < I * KH * KW)[None, :], o[:, None] * (I * KH * KW) + k[None, :]
+    out += place * out_client + at
+    if MOVES:
+        total = _moved(out, total, lr + client * lr_client, shift + client * shift_client + at, decay, there, SHIFTED)
+    tl.store(out, total, mask=there)
     if tl.program_id(0) % tiles == 0:
         tl.store(whole + place * O + o, tl.sum(seen, 1), mask=o < O)
 
@@ -111,6 +130,33 @@ def _arrange(
     values = tl.load(w + client * w_client + p * STEP_P + q * STEP_Q + t, mask=there)
     tap = T - 1 - t if TURNED else t
     tl.store(out + client * (P * Q * T) + (p * T + tap) * Q + q, values, mask=there)
+
+
+@triton.jit
+def _add(
+    y, lr, a, b, shift, decay, y_client, lr_client, a_client, a_o, a_k, b_client, b_k, b_i, shift_client,
+    O: tl.constexpr, I: tl.constexpr, K: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
+    BO: tl.constexpr, BI: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """y[o, i] -= lr (sum over k of a[o, k] b[k, i] + decay y[o, i] + shift[o, i]), for one client."""
+    client = tl.program_id(2).to(tl.int64)
+    o, i = tl.program_id(1) * BO + tl.arange(0, BO), tl.program_id(0) * BI + tl.arange(0, BI)
+    total = tl.zeros((BO, BI), dtype=tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        left = tl.load(
+            a + client * a_client + o[:, None] * a_o + k[None, :] * a_k,
+            mask=(o < O)[:, None] & (k < K)[None, :], other=0.0,
+        )  # fmt: skip
+        right = tl.load(
+            b + client * b_client + k[:, None] * b_k + i[None, :] * b_i,
+            mask=(k < K)[:, None] & (i < I)[None, :], other=0.0,
+        )  # fmt: skip
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    there, at = (o < O)[:, None] & (i < I)[None, :], o[:, None] * I + i[None, :]
+    y += client * y_client + at
+    moved = _moved(y, total, lr + client * lr_client, shift + client * shift_client + at, decay, there, SHIFTED)
+    tl.store(y, moved, mask=there)
 
 
 def _precision() -> str:
@@ -155,8 +201,16 @@ def arranged(w: Tensor, turned: bool) -> Tensor:
     return out
 
 
-def sums(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Gradients [C, O, I, KH, KW] of kernels and [C, O] of biases, from x [C, B, I, H, W] and g [C, B, O, H', W']."""
+Move = tuple[Tensor, Tensor, Tensor | None, float]  # y, lr, shift and decay of y <- y - lr (gradient + decay y + shift)
+
+
+def sums(
+    x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: int, move: Move | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients [C, O, I, KH, KW] of kernels and [C, O] of biases, from x [C, B, I, H, W] and g [C, B, O, H', W'].
+
+    With `move` kernels are moved along their gradients, and what is given back first is not to be used.
+    """
     x, g = x.contiguous(), g.contiguous()
     (C, B, I, H, W), (O, OH, OW) = x.shape, g.shape[2:]
     N, K, BO, BK = B * OH * OW, I * height * width, _block(O, 64), 32
@@ -166,9 +220,29 @@ def sums(x: Tensor, g: Tensor, stride: int, padding: int, height: int, width: in
     part = triton.cdiv(triton.cdiv(N, parts), BK) * BK
     parts = triton.cdiv(N, part)
     kept = x.dtype if parts == 1 else torch.float32
-    out, whole = (x.new_empty(parts, C, O, *rest, dtype=kept) for rest in ((I, height, width), ()))
+    moves = move is not None and parts == 1
+    y, lr, shift, decay = move if move is not None else (x, x, None, 0.0)
+    out = y if moves else x.new_empty(parts, C, O * K, dtype=kept)
+    whole = x.new_empty(parts, C, O, dtype=kept)
     _sums[(tiles, parts, C)](
-        x, g, out, whole, I, H, W, O, height, width, OH, OW, N, stride, padding, part, _precision(), BO, BN, BK,
+        x, g, out, whole, lr, y if shift is None else shift, decay, out.stride(-2), lr.stride(0),
+        0 if shift is None else shift.stride(0), I, H, W, O, height, width, OH, OW, N, stride, padding, part, moves,
+        moves and shift is not None, _precision(), BO, BN, BK,
         num_stages=1,  # with loads ahead of products Triton 3.6 gave wrong sums now and then in TF32, and took longer
     )  # fmt: skip
-    return (out[0], whole[0]) if parts == 1 else (out.sum(0).to(x.dtype), whole.sum(0).to(x.dtype))
+    out, whole = (out, whole[0]) if parts == 1 else (out.sum(0), whole.sum(0).to(x.dtype))
+    if move is not None and not moves:
+        move_rows(y, lr, out, shift, decay)
+    return out.to(x.dtype).view(C, O, I, height, width), whole
+
+
+def add(y: Tensor, lr: Tensor, a: Tensor, b: Tensor, shift: Tensor | None, decay: float) -> None:
+    """y <- y - lr (a b + decay y + shift), as fedstride/products.py has it; rounded as torch rounds matrix products."""
+    (C, O, K), I = a.shape, b.shape[2]
+    BO, BI, BK = _block(O, 32), _block(I, 128), _block(K, 32)
+    exact = not torch.backends.cuda.matmul.allow_tf32
+    _add[(triton.cdiv(I, BI), triton.cdiv(O, BO), C)](
+        y, lr, a, b, y if shift is None else shift, decay, y.stride(0), lr.stride(0), *a.stride(), *b.stride(),
+        0 if shift is None else shift.stride(0), O, I, K, shift is not None, "ieee" if exact else "tf32", BO, BI, BK,
+        num_stages=1,  # see `sums`
+    )  # fmt: skip

@@ -2,12 +2,13 @@
 
 A step `y <- y - lr g` needs no gradient as a whole: where a parameter's is a product of matrices, as that of a linear
 layer's weight is, the product is added to the parameter while it is made. That saves writing the gradient and reading
-it again, which on a CPU takes as long as all arithmetic of a small network. What a method adds to the gradient, such as
-SCAFFOLD's drift, is added to the parameter apart.
+it again, which takes as long as all arithmetic of a small network. On a CPU, where a step is run operation by operation
+(`moving_step`), what a method adds to the gradient, such as SCAFFOLD's drift, is added to the parameter apart; a
+compiled step adds both in one go (`add_products`).
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as trees
 
+from fedstride.convolution import add_correlation, correlate_rows
 from fedstride.descent import Local, Moving
+from fedstride.products import add_product
 
 PRIMES = (8191, 8209, 8219, 8221, 8231, 8233, 8237, 8243)  # a number of clients that is told from all other lengths
 
@@ -71,11 +74,7 @@ def moving_step(traced: fx.GraphModule, parameters: int) -> Callable[..., tuple[
     None where what is added shares memory with a parameter: that would have moved before it is used.
     """
     graph = traced.graph
-    graph.eliminate_dead_code()
-    for node in list(graph.nodes):  # batching leaves views that change nothing
-        if node.target in RESHAPES and _shape(node) == _shape(node.args[0]):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+    _tidy(graph)
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     own, lr = arguments[:parameters], arguments[parameters]
     end: Any = next(iter(reversed(graph.nodes)))
@@ -98,6 +97,79 @@ def moving_step(traced: fx.GraphModule, parameters: int) -> Callable[..., tuple[
     graph.eliminate_dead_code()
     traced.recompile()
     return traced.forward
+
+
+def add_products(traced: fx.GraphModule) -> None:
+    """Rewrite the updates `y <- y - lr (gradient + decay y + shift)` of a graph, where gradients are products."""
+    graph = traced.graph
+    _tidy(graph)
+    for update in list(graph.nodes):
+        if update.target is not aten.addcmul_.default or update.kwargs != {"value": -1}:
+            continue
+        y, direction, lr = update.args
+        gradient, *rest = _along(direction, y)
+        product, correlation = _product(gradient), _correlation(gradient)
+        if product is not None and _shape(gradient)[0] == _shape(y)[0]:
+            with graph.inserting_before(update):
+                graph.call_function(add_product._opoverload, (y, lr, *product, *rest))
+            graph.erase_node(update)
+        elif correlation is not None and _unread(graph, y, correlation, (update, *_way(direction, gradient))):
+            with graph.inserting_before(correlation):
+                bias = graph.call_function(add_correlation._opoverload, (y, lr, *correlation.args, *rest))
+            graph.erase_node(update)
+            for part in correlation.users:
+                if part is not gradient:
+                    part.replace_all_uses_with(bias, propagate_meta=True)
+    graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def _along(direction: Any, y: fx.Node) -> tuple[Any, Any, float]:
+    """Gradient, shift and decay of a direction `gradient + decay y + shift` that nobody else needs."""
+    node, shift, decay = direction, None, 0.0
+    while node.target is aten.add.Tensor and len(node.users) == 1:
+        term, scale = node.args[1], node.kwargs.get("alpha", 1)
+        if term is y and not decay:
+            decay = float(scale)
+        elif shift is None and scale == 1 and getattr(term, "op", None) == "placeholder" and _shape(term) == _shape(y):
+            shift = term
+        else:
+            break
+        node = node.args[0]
+    while node.target in (aten.view.default, aten._to_copy.default) and len(node.users) == 1:
+        node = node.args[0]
+    return node, shift, decay
+
+
+def _correlation(gradient: Any) -> Any:
+    """The node that makes the gradient of a convolution's kernel and of its bias, if a gradient is of the former."""
+    if gradient.target is not operator.getitem or gradient.args[1] != 0 or len(gradient.users) > 1:
+        return None
+    made = gradient.args[0]
+    return made if made.target is correlate_rows._opoverload else None
+
+
+def _way(direction: Any, gradient: Any) -> Iterator[Any]:
+    """What lies between a gradient and the direction made of it."""
+    while direction is not gradient:
+        yield direction
+        direction = direction.args[0]
+
+
+def _unread(graph: fx.Graph, y: fx.Node, since: fx.Node, but: Sequence[fx.Node]) -> bool:
+    """Whether y may change at some node already: from there on nobody looks at it but those that are named."""
+    nodes = list(graph.nodes)
+    later = {used for node in nodes[nodes.index(since) :] if node not in but for used in node.all_input_nodes}
+    return all(_memory(used) != _memory(y) for used in later if isinstance(used.meta.get("val"), Tensor))
+
+
+def _tidy(graph: fx.Graph) -> None:
+    """Batching leaves views that change nothing."""
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.target in RESHAPES and _shape(node) == _shape(node.args[0]):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _split(direction: Any) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:

@@ -63,6 +63,53 @@ def test_clients_that_all_end_together(recwarn):
     same(*(run("fedavg", backend, model=model, steps=2, device="cpu") for backend in ("vmap", "compiled")), recwarn)
 
 
+def operations(method, monkeypatch, **options):
+    """A run with the program of a step as it is before it is compiled, and the names of what it calls."""
+    traced = []
+    monkeypatch.setattr(torch, "compile", lambda graph: traced.append(graph) or graph)
+    result = run(method, "compiled", device="cpu", **options)
+    return result, [node.target.__name__ for node in traced[0].graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *((method, dict(weight_decay=decay)) for method in ("fedavg", "scaffold", "fedveca") for decay in (0, 0.01)),
+        ("fedagrac", {}), ("fedprox", {}), ("fedavg", dict(momentum=0.5)),
+    ],
+)  # fmt: skip
+def test_gradients_are_added_while_they_are_made(method, options, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(network()[:5], nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 10))
+    result, called = operations(method, monkeypatch, model=model, **options)
+    torch.testing.assert_close(result.x, run(method, "vmap", model=model, **options).x, rtol=1e-10, atol=1e-12)
+    own = method in ("fedveca", "fedprox") or "momentum" in options  # something is made of whole gradients
+    expected = dict(add_product=0 if own else 2, add_correlation=0 if own else 2, correlate_rows=2 if own else 0)
+    assert {name: called.count(f"{name}.default") for name in expected} == expected
+
+
+def test_gradients_in_bfloat16_are_added_while_they_are_made(monkeypatch):
+    result, called = operations("scaffold", monkeypatch, dtype=torch.bfloat16)
+    assert called.count("add_product.default") == 1 and called.count("add_correlation.default") == 2
+    same = run("scaffold", "vmap", dtype=torch.bfloat16)
+    assert (result.x - same.x).norm() <= 0.02 * (same.x - run("scaffold", "vmap", rounds=1, lr=1e-9).x).norm()
+
+
+def test_a_weight_that_is_used_after_its_gradient_is_not_moved_early(monkeypatch):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.first, self.last = nn.Conv2d(1, 1, 3, padding=1), nn.Linear(64, 10)
+
+        def forward(self, inputs):
+            return self.last(self.first(self.first(inputs).tanh()).flatten(1))
+
+    result, called = operations("fedavg", monkeypatch, model=Twice())
+    assert called.count("add_correlation.default") == 0 and called.count("add_product.default") == 1
+    torch.testing.assert_close(result.x, run("fedavg", "vmap", model=Twice()).x, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedagrac", "fedveca"])
 def test_compiled_steps_equal_vmap_with_everything(method, recwarn):
@@ -191,6 +238,51 @@ def test_kernels_equal_float64(shape, clients, dtype, exact, tolerance, monkeypa
     for c in range(clients):
         for mine, theirs in zip((*ours[0], ours[1]), (*right[c][0], right[c][1])):
             assert (mine[c] - theirs[0]).norm() <= tolerance * theirs.norm()
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    ("dtype", "exact", "tolerance"),
+    [(torch.float32, True, 2e-5), (torch.float32, False, 2e-2), (torch.bfloat16, False, 5e-2)],
+)
+@pytest.mark.parametrize("shape", [(1, 10, 5, 784), (7, 40, 10, 33), (3, 10, 25, 300), (80, 65, 130, 200)])
+@pytest.mark.parametrize(("shifted", "decay"), [(False, 0.0), (True, 0.0), (True, 0.3)])
+def test_kernels_that_add_products_equal_float64(shape, shifted, decay, dtype, exact, tolerance, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not exact)
+    torch.manual_seed(0)
+    clients, after, batch, before = shape
+    g, x = (torch.randn(clients, batch, size, device="cuda").to(dtype) for size in (after, before))
+    y, shift = torch.randn(2, clients, after * before, device="cuda")
+    moves(g.transpose(1, 2), x, y, shift if shifted else None, decay, tolerance)
+
+
+def moves(a, b, y, shift, decay, tolerance):
+    """Check `add_product` against float64."""
+    lr = torch.rand(len(y), 1, device="cuda")
+    gradient = (a.double() @ b.double()).flatten(1)
+    way = lr.double() * (gradient + decay * y.double() + (0 if shift is None else shift.double()))
+    moved = y.clone()
+    torch.ops.fedstride.add_product(moved, lr, a, b, shift, decay)
+    assert (moved - (y.double() - way)).norm() <= tolerance * way.norm()
+
+
+@NO_GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("clients", [1, 7, 100])
+def test_kernels_that_add_gradients_equal_those_that_write_them(shape, clients, dtype):
+    torch.manual_seed(0)
+    batch, before, size, after, kernel, stride, padding = shape
+    x = torch.randn(clients, batch, before, size, size, device="cuda").to(dtype)
+    out = (size + 2 * padding - kernel) // stride + 1
+    g = torch.randn(clients, batch, after, out, out, device="cuda").to(dtype)
+    y, shift = torch.randn(2, clients, after * before * kernel**2, device="cuda")
+    lr, numbers = torch.rand(clients, 1, device="cuda"), (stride, padding, kernel, kernel)
+    gradient, bias = torch.ops.fedstride.correlate_rows(x, g, *numbers)
+    way = lr * (gradient.flatten(1).float() + 0.3 * y + shift)
+    moved = y.clone()
+    torch.testing.assert_close(torch.ops.fedstride.add_correlation(moved, lr, x, g, *numbers, shift, 0.3), bias)
+    assert (moved - (y - way)).norm() <= (1e-6 if dtype == torch.float32 else 5e-3) * way.norm()
 
 
 @NO_GPU
