@@ -46,7 +46,7 @@ class Program:
         self._step, self._layout = step, layout
         self.capacity = capacity
         self.slab = max(1, INDICES // (capacity * size))  # steps whose batches are drawn at a time
-        self._place, self._counter = keys.new_zeros(1), keys.new_zeros(1)  # of a step: in the slab, and in all
+        self._at = keys.new_zeros(2)  # the number of the step in the slab, and in all
         self._table, self._keys = keys.new_zeros(capacity, self.slab, size), keys.new_zeros(capacity)
         self._blocks = layout.cut(
             [
@@ -56,8 +56,8 @@ class Program:
         )
         self._blocks = [block.contiguous() for block in self._blocks]
         # Which tensors have one row a client; the others are shared.
-        self._rows = (False, False, False, False, True, True, *(len(block) == capacity for block in self._blocks))
-        self._tensors = [self._place, self._counter, *data, self._table, self._keys, *self._blocks]
+        self._rows = (False, False, False, True, True, *(len(block) == capacity for block in self._blocks))
+        self._tensors = [self._at, *data, self._table, self._keys, *self._blocks]
         self._compiled: dict[bool, Callable] = {}
         self._seen: set[int] = set()  # sizes that have run once, so all memory and code is found
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}  # by size and steps
@@ -72,8 +72,8 @@ class Program:
     def draw(self, rows: Tensor, first: int) -> None:
         """The batches [C, steps, B] from some step on."""
         self._table[: len(rows), : rows.shape[1]].copy_(rows)
-        self._place.zero_()
-        self._counter.fill_(first)
+        self._at[0].zero_()
+        self._at[1].fill_(first)
 
     def end(self, first: int, last: int) -> None:
         """Some clients have done their steps; from now on their rows may be used as padding."""
@@ -90,7 +90,7 @@ class Program:
 
     def advance(self, active: int, count: int) -> None:
         """Steps of the first clients, and on a GPU of some more, so that fewer sizes are recorded."""
-        if not self._place.is_cuda:
+        if not self._at.is_cuda:
             for _ in range(count):
                 self._steps(active, 1)
             return
@@ -122,14 +122,15 @@ class Program:
             self._compiled[several](*tensors)
 
     def _compile(self, tensors: list[Tensor]) -> Callable:
-        single = len(tensors[4]) == 1
+        single = len(tensors[3]) == 1
         traced = trace(self._step, tensors, self._rows, single)
         add_products(traced)
         if not single:
             for value, own in zip(tensors, self._rows):
                 if own:
                     torch._dynamo.mark_dynamic(value, 0, min=2, max=self.capacity)  # so 32 bits suffice for indices
-        return torch.compile(traced)
+        # In the order as it stands: a kernel's last use before the kernel is moved, or it would be copied.
+        return torch.compile(traced, options={"reorder_for_locality": False})
 
 
 class Layout:
@@ -283,8 +284,8 @@ class Compiled(Graph):
     def _step(self, layout: Layout, direction: Callable | None, local: Local, whole: bool) -> Callable[..., None]:
         """One local step of a cohort, all in place."""
 
-        def step(place: Tensor, counter: Tensor, inputs: Tensor, targets: Tensor, *own: Tensor) -> None:
-            table, keys, *blocks = own
+        def step(at: Tensor, inputs: Tensor, targets: Tensor, table: Tensor, keys: Tensor, *blocks: Tensor) -> None:
+            place, counter = at[:1], at[1:]
             pieces = [layout.piece(blocks, number) for number in range(len(layout.sizes))]
             rows = table.index_select(1, place)[:, 0]
             batch = Batch(inputs[rows], targets[rows], None, fold(keys, counter) if self.model.dropouts else None)
@@ -297,8 +298,7 @@ class Compiled(Graph):
             for piece, part in zip(pieces, [g] if whole else g):
                 move(direction, local, piece, part.flatten(1))
             pieces[-1].losses.add_(loss)
-            place.add_(1)
-            counter.add_(1)
+            at.add_(1)
 
         return step
 

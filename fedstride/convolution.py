@@ -67,6 +67,13 @@ def add_correlation(
     return bias
 
 
+def channels_last(x: Tensor) -> Tensor:
+    """Images in the order of memory that the kernels want: laid out here, a compiler can do it as it makes them."""
+    if not _quick(x) or x.shape[2] % 32:
+        return x
+    return x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+
+
 def _quick(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16)
 
@@ -109,7 +116,7 @@ class Bilinear(torch.autograd.Function):
 def _rows(info, dims, *tensors):
     """The clients' tensors; one that all share is repeated."""
     return [
-        part.expand(info.batch_size, *part.shape) if dim is None else part.movedim(dim, 0)
+        part.expand(info.batch_size, *part.shape) if dim is None else part.movedim(dim, 0) if dim else part
         for part, dim in zip(tensors, dims)
     ]
 
@@ -125,7 +132,8 @@ class Convolve(Bilinear):
     @staticmethod
     def vmap(info, dims, x, w, stride, padding, bias):
         """All clients."""
-        outputs = convolve_rows(*_rows(info, dims, x, w), stride, padding)
+        x, w = _rows(info, dims, x, w)
+        outputs = convolve_rows(channels_last(x), w, stride, padding)
         if bias is not None:
             outputs = outputs + _rows(info, dims[-1:], bias)[0][:, None, :, None, None]
         return outputs, 0
@@ -150,7 +158,8 @@ class ConvolveBack(Bilinear):
     @staticmethod
     def vmap(info, dims, g, w, *numbers):
         """All clients."""
-        return convolve_back_rows(*_rows(info, dims, g, w), *numbers), 0
+        g, w = _rows(info, dims, g, w)
+        return convolve_back_rows(channels_last(g), w, *numbers), 0
 
     @staticmethod
     def backward(ctx, h):

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedstride.products import move_rows
-
 PROGRAMS = 512  # into as many pieces long sums are cut, to keep all multiprocessors busy with few clients
 
 
@@ -75,14 +73,14 @@ def _moved(y, gradient, lr, shift, decay, there, SHIFTED: tl.constexpr):
 
 @triton.jit
 def _sums(
-    x, g, out, whole, lr, shift, decay, out_client, lr_client, shift_client, I: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
-    N: tl.constexpr, STRIDE: tl.constexpr, TOP: tl.constexpr, PART: tl.constexpr, MOVES: tl.constexpr,
-    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, g, out, whole, lr, shift, decay, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, KH:
+    tl.constexpr, KW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, TOP:
+    tl.constexpr, PART: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, BO:
+    tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[o, k] = sum over n of g[o, n] patch[k, n], and whole[o] of g[o, n], for one client and one part of the n.
 
-    MOVES: out is not set to the sum but moved along it, by `_moved`.
+    MOVES: out is not set to the sum but moved along it.
     """
     client = tl.program_id(2).to(tl.int64)
     tiles = tl.cdiv(I * KH * KW, BN)
@@ -110,12 +108,41 @@ def _sums(
             seen += left
     place = tl.program_id(1) * tl.num_programs(2) + client
     there, at = (o < O)[:, None] & (k < I * KH * KW)[None, :], o[:, None] * (I * KH * KW) + k[None, :]
-    out += place * out_client + at
+    out += place * (O * I * KH * KW) + at
     if MOVES:
-        total = _moved(out, total, lr + client * lr_client, shift + client * shift_client + at, decay, there, SHIFTED)
+        total = _moved(out, total, lr + client, shift + client * (O * I * KH * KW) + at, decay, there, SHIFTED)
     tl.store(out, total, mask=there)
     if tl.program_id(0) % tiles == 0:
         tl.store(whole + place * O + o, tl.sum(seen, 1), mask=o < O)
+
+
+@triton.jit
+def _collect(
+    parts, parts_whole, out, whole, lr, shift, decay, COUNT: tl.constexpr, M: tl.constexpr, O: tl.constexpr, MOVES:
+    tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of the parts that `_sums` left; the last program of a client has those of biases."""
+    client, last = tl.program_id(1).to(tl.int64), tl.num_programs(0) - 1
+    if tl.program_id(0) < last:
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        total = _total(parts + client * M + at, at < M, tl.num_programs(1).to(tl.int64) * M, COUNT, BLOCK)
+        if MOVES:
+            shift += client * M + at
+            total = _moved(out + client * M + at, total, lr + client, shift, decay, at < M, SHIFTED)
+        tl.store(out + client * M + at, total, mask=at < M)
+    else:
+        for start in range(0, O, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            total = _total(parts_whole + client * O + at, at < O, tl.num_programs(1).to(tl.int64) * O, COUNT, BLOCK)
+            tl.store(whole + client * O + at, total, mask=at < O)
+
+
+@triton.jit
+def _total(first, there, step, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in range(0, COUNT):
+        total += tl.load(first + part * step, mask=there, other=0.0)
+    return total
 
 
 @triton.jit
@@ -134,9 +161,9 @@ def _arrange(
 
 @triton.jit
 def _add(
-    y, lr, a, b, shift, decay, y_client, lr_client, a_client, a_o, a_k, b_client, b_k, b_i, shift_client,
-    O: tl.constexpr, I: tl.constexpr, K: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
-    BO: tl.constexpr, BI: tl.constexpr, BK: tl.constexpr,
+    y, lr, a, b, shift, decay, a_client, a_o, a_k, b_client, b_k, b_i, O: tl.constexpr, I: tl.constexpr, K:
+    tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BK:
+    tl.constexpr,
 ):  # fmt: skip
     """y[o, i] -= lr (sum over k of a[o, k] b[k, i] + decay y[o, i] + shift[o, i]), for one client."""
     client = tl.program_id(2).to(tl.int64)
@@ -154,9 +181,8 @@ def _add(
         )  # fmt: skip
         total = tl.dot(left, right, total, input_precision=PRECISION)
     there, at = (o < O)[:, None] & (i < I)[None, :], o[:, None] * I + i[None, :]
-    y += client * y_client + at
-    moved = _moved(y, total, lr + client * lr_client, shift + client * shift_client + at, decay, there, SHIFTED)
-    tl.store(y, moved, mask=there)
+    y += client * (O * I) + at
+    tl.store(y, _moved(y, total, lr + client, shift + client * (O * I) + at, decay, there, SHIFTED), mask=there)
 
 
 def _precision() -> str:
@@ -175,7 +201,7 @@ def product(x: Tensor, w: Tensor, stride: int, top: int, left: int, turned: bool
     out = x.new_empty(C, B, O, OH, OW)
     N, BO, by_tap = B * OH * OW, _block(O, 64), I % 32 == 0
     if by_tap:
-        x, w = x.permute(0, 1, 3, 4, 2), arranged(w, turned)
+        x, w = x.permute(0, 1, 3, 4, 2), arranged(w, turned)  # of x no copy, if it comes from `channels_last`
     elif turned:
         w = w.flip(3, 4).transpose(1, 2)
     BN, BK, warps = (_block(N, 128), 64 if I % 64 == 0 else 32, 8 if I % 64 == 0 else 4) if by_tap else (64, 32, 4)
@@ -219,21 +245,18 @@ def sums(
     parts = max(1, min(PROGRAMS // (C * tiles), N // (4 * BK)))
     part = triton.cdiv(triton.cdiv(N, parts), BK) * BK
     parts = triton.cdiv(N, part)
-    kept = x.dtype if parts == 1 else torch.float32
-    moves = move is not None and parts == 1
-    y, lr, shift, decay = move if move is not None else (x, x, None, 0.0)
-    out = y if moves else x.new_empty(parts, C, O * K, dtype=kept)
-    whole = x.new_empty(parts, C, O, dtype=kept)
+    y, lr, shift, decay = move or (x.new_empty(C, O * K), x, None, 0.0)
+    whole, rest = x.new_empty(C, O), (lr, y if shift is None else shift, decay)
+    kept = (y, whole) if parts == 1 else tuple(x.new_empty(parts, C, n, dtype=torch.float32) for n in (O * K, O))
     _sums[(tiles, parts, C)](
-        x, g, out, whole, lr, y if shift is None else shift, decay, out.stride(-2), lr.stride(0),
-        0 if shift is None else shift.stride(0), I, H, W, O, height, width, OH, OW, N, stride, padding, part, moves,
-        moves and shift is not None, _precision(), BO, BN, BK,
+        x, g, *kept, *rest, I, H, W, O, height, width, OH, OW, N, stride, padding, part, bool(move) and parts == 1,
+        shift is not None, _precision(), BO, BN, BK,
         num_stages=1,  # with loads ahead of products Triton 3.6 gave wrong sums now and then in TF32, and took longer
     )  # fmt: skip
-    out, whole = (out, whole[0]) if parts == 1 else (out.sum(0), whole.sum(0).to(x.dtype))
-    if move is not None and not moves:
-        move_rows(y, lr, out, shift, decay)
-    return out.to(x.dtype).view(C, O, I, height, width), whole
+    if parts > 1:
+        grid = triton.cdiv(O * K, 1024) + 1, C
+        _collect[grid](*kept, y, whole, *rest, parts, O * K, O, bool(move), shift is not None, 1024)
+    return y.view(C, O, I, height, width), whole
 
 
 def add(y: Tensor, lr: Tensor, a: Tensor, b: Tensor, shift: Tensor | None, decay: float) -> None:
@@ -242,7 +265,7 @@ def add(y: Tensor, lr: Tensor, a: Tensor, b: Tensor, shift: Tensor | None, decay
     BO, BI, BK = _block(O, 32), _block(I, 128), _block(K, 32)
     exact = not torch.backends.cuda.matmul.allow_tf32
     _add[(triton.cdiv(I, BI), triton.cdiv(O, BO), C)](
-        y, lr, a, b, y if shift is None else shift, decay, y.stride(0), lr.stride(0), *a.stride(), *b.stride(),
-        0 if shift is None else shift.stride(0), O, I, K, shift is not None, "ieee" if exact else "tf32", BO, BI, BK,
+        y, lr, a, b, y if shift is None else shift, decay, *a.stride(), *b.stride(), O, I, K, shift is not None,
+        "ieee" if exact else "tf32", BO, BI, BK,
         num_stages=1,  # see `sums`
     )  # fmt: skip

@@ -66,7 +66,7 @@ def test_clients_that_all_end_together(recwarn):
 def operations(method, monkeypatch, **options):
     """A run with the program of a step as it is before it is compiled, and the names of what it calls."""
     traced = []
-    monkeypatch.setattr(torch, "compile", lambda graph: traced.append(graph) or graph)
+    monkeypatch.setattr(torch, "compile", lambda graph, **options: traced.append(graph) or graph)
     result = run(method, "compiled", device="cpu", **options)
     return result, [node.target.__name__ for node in traced[0].graph.nodes if node.op == "call_function"]
 
