@@ -126,10 +126,10 @@ def _collect(
     if tl.program_id(0) < last:
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         total = _total(parts + client * M + at, at < M, tl.num_programs(1).to(tl.int64) * M, COUNT, BLOCK)
+        place = client * M + at
         if MOVES:
-            shift += client * M + at
-            total = _moved(out + client * M + at, total, lr + client, shift, decay, at < M, SHIFTED)
-        tl.store(out + client * M + at, total, mask=at < M)
+            total = _moved(out + place, total, lr + client, shift + place, decay, at < M, SHIFTED)
+        tl.store(out + place, total, mask=at < M)
     else:
         for start in range(0, O, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -208,7 +208,7 @@ def product(x: Tensor, w: Tensor, stride: int, top: int, left: int, turned: bool
     x, w = x.contiguous(), w if w[0].is_contiguous() else w.contiguous()
     _product[(triton.cdiv(N, BN), triton.cdiv(O, BO), C)](
         x, w, out, w.stride(0), I, H, W, O, KH, KW, OH, OW, N, stride, top, left, by_tap, _precision(), BO, BN, BK,
-        num_warps=warps,
+        num_warps=warps, num_stages=2 if by_tap and I % 64 else 3,
     )  # fmt: skip
     return out
 

@@ -247,8 +247,9 @@ def test_kernels_equal_float64(shape, clients, dtype, exact, tolerance, monkeypa
 )
 @pytest.mark.parametrize("shape", [(1, 10, 5, 784), (7, 40, 10, 33), (3, 10, 25, 300), (80, 65, 130, 200)])
 @pytest.mark.parametrize(("shifted", "decay"), [(False, 0.0), (True, 0.0), (True, 0.3)])
-def test_kernels_that_add_products_equal_float64(shape, shifted, decay, dtype, exact, tolerance, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not exact)
+def test_kernels_that_add_products_equal_float64(shape, shifted, decay, dtype, exact, tolerance, request):
+    request.addfinalizer(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    torch.set_float32_matmul_precision("highest" if exact else "high")
     torch.manual_seed(0)
     clients, after, batch, before = shape
     g, x = (torch.randn(clients, batch, size, device="cuda").to(dtype) for size in (after, before))
