@@ -20,13 +20,14 @@ from fedstride.vector import VectorModel
 
 
 @torch.library.custom_op("fedstride::convolve_rows", mutates_args=())
-def convolve_rows(x: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
-    """Convolutions: [C, B, I, H, W] and [C, O, I, K, K'] -> [C, B, O, H', W']."""
+def convolve_rows(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    """Convolutions: [C, B, I, H, W], [C, O, I, K, K'] and perhaps [C, O] -> [C, B, O, H', W']."""
     if _quick(x):
         from fedstride.kernels import product
 
-        return product(x, w, stride, padding, padding)
-    return torch.stack([functional.conv2d(*both, None, stride, padding) for both in zip(x, w)])
+        return product(x, w, stride, padding, padding, bias)
+    biases = [None] * len(x) if bias is None else bias
+    return torch.stack([functional.conv2d(*own, stride, padding) for own in zip(x, w, biases)])
 
 
 @torch.library.custom_op("fedstride::convolve_back_rows", mutates_args=())
@@ -35,7 +36,7 @@ def convolve_back_rows(g: Tensor, w: Tensor, stride: int, padding: int, height: 
     if _quick(g) and stride == 1:
         from fedstride.kernels import product
 
-        return product(g, w, 1, w.shape[3] - 1 - padding, w.shape[4] - 1 - padding, turned=True)
+        return product(g, w, 1, w.shape[3] - 1 - padding, w.shape[4] - 1 - padding, None, turned=True)
     shape = (g.shape[1], w.shape[2], height, width)
     return torch.stack([conv2d_input(shape, own, at, stride, padding) for at, own in zip(g, w)])
 
@@ -83,7 +84,7 @@ def _out(size, kernel, stride, padding):
 
 
 @convolve_rows.register_fake
-def _(x, w, stride, padding):
+def _(x, w, bias, stride, padding):
     size = (_out(x.shape[at], w.shape[at], stride, padding) for at in (-2, -1))
     return x.new_empty(*x.shape[:-3], w.shape[-4], *size)
 
@@ -133,10 +134,8 @@ class Convolve(Bilinear):
     def vmap(info, dims, x, w, stride, padding, bias):
         """All clients."""
         x, w = _rows(info, dims, x, w)
-        outputs = convolve_rows(channels_last(x), w, stride, padding)
-        if bias is not None:
-            outputs = outputs + _rows(info, dims[-1:], bias)[0][:, None, :, None, None]
-        return outputs, 0
+        own = None if bias is None else _rows(info, dims[-1:], bias)[0]
+        return convolve_rows(channels_last(x), w, own, stride, padding), 0
 
     @staticmethod
     def backward(ctx, g):

@@ -15,12 +15,12 @@ PROGRAMS = 512  # into as many pieces long sums are cut, to keep all multiproces
 
 @triton.jit
 def _product(
-    x, w, out, w_client, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, KH: tl.constexpr,
+    x, w, bias, out, w_client, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, KH: tl.constexpr,
     KW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, TOP: tl.constexpr,
-    LEFT: tl.constexpr, BY_TAP: tl.constexpr, PRECISION: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
+    LEFT: tl.constexpr, BY_TAP: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr, BO: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[o, n] = sum over k of patch[n, k] w[o, k] with n = (b, oh, ow), for one client.
+    """out[o, n] = sum over k of patch[n, k] w[o, k], and bias[o], with n = (b, oh, ow), for one client.
 
     BY_TAP: k = (kh, kw, i), and so lie x as [B, H, W, I] and w as [O, KH, KW, I]: neighbours in memory are summed over,
     as tensor cores want it, and a pass of the loop has a single tap. Else, for few channels, k = (i, kh, kw).
@@ -57,6 +57,8 @@ def _product(
             weights = w + o[None, :] * (I * KH * KW) + k[:, None]
             right = tl.load(weights, mask=(o < O)[None, :] & there[:, None], other=0.0)
             total = tl.dot(left, right, total, input_precision=PRECISION)
+    if BIASED:
+        total += tl.load(bias + client * O + o, mask=o < O, other=0.0)[None, :].to(tl.float32)
     out += client * (N * O) + (b * (O * OH * OW) + r)[:, None] + o[None, :] * (OH * OW)
     tl.store(out, total, mask=(o < O)[None, :] & (n < N)[:, None])
 
@@ -78,22 +80,21 @@ def _sums(
     tl.constexpr, PART: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, BO:
     tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[o, k] = sum over n of g[o, n] patch[k, n], and whole[o] of g[o, n], for one client and one part of the n.
+    """out[o, k] = sum over n of g[o, n] patch[k, n], for one client and one part of the n.
 
-    MOVES: out is not set to the sum but moved along it.
+    One more patch, of ones, gives whole[o], the sum of g[o, n]. MOVES: out is not set to the sum but moved along it.
     """
     client = tl.program_id(2).to(tl.int64)
-    tiles = tl.cdiv(I * KH * KW, BN)
+    K: tl.constexpr = I * KH * KW
+    tiles = tl.cdiv(K + 1, BN)
     k = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
     o = tl.program_id(0) // tiles * BO + tl.arange(0, BO)
     i, tap = k // (KH * KW), k % (KH * KW)
     x += client * (N // (OH * OW) * I * H * W)
     g += client * (N * O)
-    first = tl.program_id(1) * PART
     total = tl.zeros((BO, BN), dtype=tl.float32)
-    seen = tl.zeros((BO, BK), dtype=tl.float32)
     for start in range(0, PART, BK):
-        n = first + start + tl.arange(0, BK)
+        n = tl.program_id(1) * PART + start + tl.arange(0, BK)
         b, r = n // (OH * OW), n % (OH * OW)
         left = tl.load(
             g + (b * (O * OH * OW) + r)[None, :] + o[:, None] * (OH * OW),
@@ -101,19 +102,18 @@ def _sums(
         )  # fmt: skip
         h = (r // OW * STRIDE - TOP)[None, :] + (tap // KW)[:, None]
         v = (r % OW * STRIDE - TOP)[None, :] + (tap % KW)[:, None]
-        inside = (h >= 0) & (h < H) & (v >= 0) & (v < W) & (n < N)[None, :] & (k < I * KH * KW)[:, None]
+        inside = (h >= 0) & (h < H) & (v >= 0) & (v < W) & (n < N)[None, :] & (k < K)[:, None]
         right = tl.load(x + (b * (I * H * W))[None, :] + (i * (H * W))[:, None] + h * W + v, mask=inside, other=0.0)
+        right = tl.where((k == K)[:, None], 1.0, right).to(right.dtype)
         total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
-        if tl.program_id(0) % tiles == 0:
-            seen += left
     place = tl.program_id(1) * tl.num_programs(2) + client
-    there, at = (o < O)[:, None] & (k < I * KH * KW)[None, :], o[:, None] * (I * KH * KW) + k[None, :]
-    out += place * (O * I * KH * KW) + at
+    there, at = (o < O)[:, None] & (k < K)[None, :], o[:, None] * K + k[None, :]
+    last = (o < O)[:, None] & (k == K)[None, :]
+    tl.store(whole + place * O + o[:, None] + tl.zeros((1, BN), tl.int32), total, mask=last)
+    out += place * (O * K) + at
     if MOVES:
-        total = _moved(out, total, lr + client, shift + client * (O * I * KH * KW) + at, decay, there, SHIFTED)
+        total = _moved(out, total, lr + client, shift + client * (O * K) + at, decay, there, SHIFTED)
     tl.store(out, total, mask=there)
-    if tl.program_id(0) % tiles == 0:
-        tl.store(whole + place * O + o, tl.sum(seen, 1), mask=o < O)
 
 
 @triton.jit
@@ -193,7 +193,9 @@ def _block(size: int, most: int) -> int:
     return max(16, min(most, triton.next_power_of_2(size)))
 
 
-def product(x: Tensor, w: Tensor, stride: int, top: int, left: int, turned: bool = False) -> Tensor:
+def product(
+    x: Tensor, w: Tensor, stride: int, top: int, left: int, bias: Tensor | None, turned: bool = False
+) -> Tensor:
     """Convolutions [C, B, O, H', W'] of [C, B, I, H, W] with [C, O, I, KH, KW], or with [C, I, O, KH, KW] turned."""
     C, B, I, H, W = x.shape
     O, (KH, KW) = w.shape[2 if turned else 1], w.shape[3:]
@@ -207,7 +209,8 @@ def product(x: Tensor, w: Tensor, stride: int, top: int, left: int, turned: bool
     BN, BK, warps = (_block(N, 128), 64 if I % 64 == 0 else 32, 8 if I % 64 == 0 else 4) if by_tap else (64, 32, 4)
     x, w = x.contiguous(), w if w[0].is_contiguous() else w.contiguous()
     _product[(triton.cdiv(N, BN), triton.cdiv(O, BO), C)](
-        x, w, out, w.stride(0), I, H, W, O, KH, KW, OH, OW, N, stride, top, left, by_tap, _precision(), BO, BN, BK,
+        x, w, w if bias is None else bias.contiguous(), out, w.stride(0), I, H, W, O, KH, KW, OH, OW, N, stride, top,
+        left, by_tap, bias is not None, _precision(), BO, BN, BK,
         num_warps=warps, num_stages=2 if by_tap and I % 64 else 3,
     )  # fmt: skip
     return out
@@ -240,8 +243,8 @@ def sums(
     x, g = x.contiguous(), g.contiguous()
     (C, B, I, H, W), (O, OH, OW) = x.shape, g.shape[2:]
     N, K, BO, BK = B * OH * OW, I * height * width, _block(O, 64), 32
-    BN = _block(K, 128 if K > 1024 else 64)
-    tiles = triton.cdiv(O, BO) * triton.cdiv(K, BN)
+    BN = _block(K + 1, 128 if K > 1024 else 64)
+    tiles = triton.cdiv(O, BO) * triton.cdiv(K + 1, BN)
     parts = max(1, min(PROGRAMS // (C * tiles), N // (4 * BK)))
     part = triton.cdiv(triton.cdiv(N, parts), BK) * BK
     parts = triton.cdiv(N, part)

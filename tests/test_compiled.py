@@ -295,10 +295,10 @@ def test_kernels_always_give_the_same(shape, dtype):
     batch, before, size, after, kernel, padding = shape
     x = torch.randn(80, batch, before, size, size, device="cuda", dtype=dtype)
     w = torch.randn(80, after, before, kernel, kernel, device="cuda", dtype=dtype)
-    g = torch.ops.fedstride.convolve_rows(x, w, 1, padding)
+    g = torch.ops.fedstride.convolve_rows(x, w, None, 1, padding)
     first, *others = (
         (
-            torch.ops.fedstride.convolve_rows(x, w, 1, padding),
+            torch.ops.fedstride.convolve_rows(x, w, None, 1, padding),
             torch.ops.fedstride.convolve_back_rows(g, w, 1, padding, size, size),
             *torch.ops.fedstride.correlate_rows(x, g, 1, padding, kernel, kernel),
         )
