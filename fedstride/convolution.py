@@ -68,13 +68,6 @@ def add_correlation(
     return bias
 
 
-def channels_last(x: Tensor) -> Tensor:
-    """Images in the order of memory that the kernels want: laid out here, a compiler can do it as it makes them."""
-    if not _quick(x) or x.shape[2] % 32:
-        return x
-    return x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
-
-
 def _quick(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16)
 
@@ -135,7 +128,7 @@ class Convolve(Bilinear):
         """All clients."""
         x, w = _rows(info, dims, x, w)
         own = None if bias is None else _rows(info, dims[-1:], bias)[0]
-        return convolve_rows(channels_last(x), w, own, stride, padding), 0
+        return convolve_rows(x, w, own, stride, padding), 0
 
     @staticmethod
     def backward(ctx, g):
@@ -157,8 +150,7 @@ class ConvolveBack(Bilinear):
     @staticmethod
     def vmap(info, dims, g, w, *numbers):
         """All clients."""
-        g, w = _rows(info, dims, g, w)
-        return convolve_back_rows(channels_last(g), w, *numbers), 0
+        return convolve_back_rows(*_rows(info, dims, g, w), *numbers), 0
 
     @staticmethod
     def backward(ctx, h):

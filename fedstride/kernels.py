@@ -152,7 +152,9 @@ def _arrange(
 ):  # fmt: skip
     """out[p, t, q] = w[p, q, t], read in w's own order; TURNED: the taps t in reverse, that is by half a turn."""
     client, p = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    q, t = tl.program_id(0) * BQ + tl.arange(0, BQ)[:, None], tl.arange(0, BT)[None, :]
+    tiles = tl.cdiv(T, BT)
+    q = tl.program_id(0) // tiles * BQ + tl.arange(0, BQ)[:, None]
+    t = tl.program_id(0) % tiles * BT + tl.arange(0, BT)[None, :]
     there = (q < Q) & (t < T)
     values = tl.load(w + client * w_client + p * STEP_P + q * STEP_Q + t, mask=there)
     tap = T - 1 - t if TURNED else t
@@ -201,32 +203,29 @@ def product(
     O, (KH, KW) = w.shape[2 if turned else 1], w.shape[3:]
     OH, OW = (H + 2 * top - KH) // stride + 1, (W + 2 * left - KW) // stride + 1
     out = x.new_empty(C, B, O, OH, OW)
-    N, BO, by_tap = B * OH * OW, _block(O, 64), I % 32 == 0
+    N, by_tap = B * OH * OW, I % 32 == 0
+    BO, BK = _block(O, 64 if O < 256 else 128), 64 if I == 64 else 32
     if by_tap:
-        x, w = x.permute(0, 1, 3, 4, 2), arranged(w, turned)  # of x no copy, if it comes from `channels_last`
+        x, w = arranged(x), arranged(w, turned)
     elif turned:
         w = w.flip(3, 4).transpose(1, 2)
-    BN, BK, warps = (_block(N, 128), 64 if I % 64 == 0 else 32, 8 if I % 64 == 0 else 4) if by_tap else (64, 32, 4)
     x, w = x.contiguous(), w if w[0].is_contiguous() else w.contiguous()
-    _product[(triton.cdiv(N, BN), triton.cdiv(O, BO), C)](
+    _product[(triton.cdiv(N, 64), triton.cdiv(O, BO), C)](
         x, w, w if bias is None else bias.contiguous(), out, w.stride(0), I, H, W, O, KH, KW, OH, OW, N, stride, top,
-        left, by_tap, bias is not None, _precision(), BO, BN, BK,
-        num_warps=warps, num_stages=2 if by_tap and I % 64 else 3,
+        left, by_tap, bias is not None, _precision(), BO, 64, BK,
     )  # fmt: skip
     return out
 
 
-def arranged(w: Tensor, turned: bool) -> Tensor:
-    """Kernels [C, O, I, KH, KW] as [C, O, KH, KW, I]; turned, for the gradient of the input, as [C, I, KH, KW, O]."""
+def arranged(w: Tensor, turned: bool = False) -> Tensor:
+    """Kernels [C, O, I, KH, KW] as [C, O, KH, KW, I], images likewise; turned, for gradients, as [C, I, KH, KW, O]."""
     w = w if w[0].is_contiguous() else w.contiguous()
     C, O, I, KH, KW = w.shape
     P, Q, T, steps = O, I, KH * KW, (I * KH * KW, KH * KW)
     if turned:
         P, Q, steps = I, O, (steps[1], steps[0])
-    out, BQ = w.new_empty(C, P, KH, KW, Q), _block(Q, 64)
-    _arrange[(triton.cdiv(Q, BQ), P, C)](
-        w, out, w.stride(0), P, Q, T, *steps, turned, BQ, triton.next_power_of_2(T)
-    )  # fmt: skip
+    out, BQ, BT = w.new_empty(C, P, KH, KW, Q), _block(Q, 64), min(128, triton.next_power_of_2(T))
+    _arrange[(triton.cdiv(Q, BQ) * triton.cdiv(T, BT), P, C)](w, out, w.stride(0), P, Q, T, *steps, turned, BQ, BT)
     return out
 
 
