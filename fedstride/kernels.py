@@ -24,18 +24,29 @@ def _product(
 
     BY_TAP: k = (kh, kw, i), and so lie x as [B, H, W, I] and w as [O, KH, KW, I]: neighbours in memory are summed over,
     as tensor cores want it, and a pass of the loop has a single tap. Else, for few channels, k = (i, kh, kw).
+    With padding n = (oh, b, ow): what a program computes lies in a few rows, and taps that miss the image are left out.
     """
     client = tl.program_id(2).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
-    b, r = n // (OH * OW), n % (OH * OW)
+    B: tl.constexpr = N // (OH * OW)
+    BY_ROW: tl.constexpr = BY_TAP and TOP > 0
+    if BY_ROW:
+        b, r = n // OW % B, n // (B * OW) * OW + n % OW
+    else:
+        b, r = n // (OH * OW), n % (OH * OW)
     row, column = (r // OW) * STRIDE - TOP, (r % OW) * STRIDE - LEFT
     x += client * (N // (OH * OW) * I * H * W)
     w += client * w_client
     total = tl.zeros((BN, BO), dtype=tl.float32)
     if BY_TAP:
         x += (b * (I * H * W) + (row * W + column) * I)[:, None]
-        for tap in range(0, KH * KW):
+        lowest, highest = 0, KH
+        if BY_ROW:
+            first, last = tl.program_id(0) * BN // (B * OW), tl.minimum(tl.program_id(0) * BN + BN, N) - 1
+            lowest = tl.maximum(0, TOP - last // (B * OW) * STRIDE)
+            highest = tl.minimum(KH, H + TOP - first * STRIDE)
+        for tap in range(lowest * KW, highest * KW):
             kh, kw = tap // KW, tap % KW
             inside = (row + kh >= 0) & (row + kh < H) & (column + kw >= 0) & (column + kw < W) & (n < N)
             for start in range(0, I, BK):
