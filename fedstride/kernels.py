@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # into as many pieces long sums are cut, to keep all multiprocessors busy with few clients
+PROGRAMS = 1024  # into as many pieces long sums are cut, to keep all multiprocessors busy with few clients
 
 
 @triton.jit
