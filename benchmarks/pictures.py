@@ -1,4 +1,4 @@
-"""The pictures of docs/performance.md."""
+"""The pictures of docs/performance.md; run by itself, that of its table of one GPU."""
 
 from pathlib import Path
 
@@ -48,3 +48,30 @@ def fleets(path: Path, clients: np.ndarray, milliseconds: np.ndarray, megabytes:
         axis.set(xscale="log", xlabel="clients in the fleet, 50 in a round", ylabel=label, ylim=(0, 1.3 * values.max()))
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
+
+
+def gpu(page: Path) -> None:
+    """Bars from the table of one GPU on the page: ours and the others, where they ran."""
+    lines = page.read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if "hand-fused JAX" in line)
+    header, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[first : first + 10])
+    names = [name for name in header if name.startswith(("ours", "hand", "pfl"))]
+    labels, model = [], ""
+    figure, axis = plt.subplots(figsize=(10, 4), layout="constrained")
+    for place, row in enumerate(rows[1:]):
+        case = dict(zip(header, row))
+        model = case["model"] or model
+        labels.append(f"{model}\n{case['clients']} clients\nbatch {case['batch']}")
+        for i, name in enumerate(names):
+            if case[name]:
+                height = int(case[name].replace(",", ""))
+                bar = axis.bar(place + 0.2 * (i - 1.5), height, 0.2, color=f"C{i}", label=name if place == 5 else None)
+                axis.bar_label(bar, fontsize=6, fmt="{:,.0f}", rotation=90, padding=2)
+    axis.set_xticks(range(len(labels)), labels, fontsize=8)
+    axis.set(yscale="log", ylabel="client-steps per second", ylim=(300, 2e7))
+    axis.legend(ncols=len(names), fontsize=8)
+    figure.savefig(page.parent / "performance" / "gpu.png", dpi=110)
+
+
+if __name__ == "__main__":
+    gpu(Path(__file__).parent.parent / "docs" / "performance.md")

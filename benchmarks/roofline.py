@@ -37,9 +37,9 @@ def rates(device: str) -> tuple[float, float]:
 
 
 def traffic(network: torch.nn.Module, inputs: torch.Tensor) -> int:
-    """Bytes a client step cannot do without: weights read, gradient written and read, weights written, inputs read;
-    activations, and reading weights again for the backward pass, are left to the caches."""
-    return 4 * sum(parameter.nbytes for parameter in network.parameters()) + inputs.nbytes
+    """Bytes a client step cannot do without: weights read, then read and written where they move, inputs read;
+    gradients are added while they are made, and activations, and weights for the backward pass, left to the caches."""
+    return 3 * sum(parameter.nbytes for parameter in network.parameters()) + inputs.nbytes
 
 
 def cost(model: str) -> tuple[float, float]:

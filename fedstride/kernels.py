@@ -1,4 +1,4 @@
-"""The CUDA programs of fedstride/convolution.py, in Triton, which torch brings along with CUDA.
+"""The CUDA programs of fedstride/convolution.py and fedstride/products.py, in Triton, which torch brings with CUDA.
 
 Numbers are rounded to TF32 before they are multiplied where torch's own convolutions do so (its default); with
 `torch.backends.cudnn.allow_tf32 = False` a product is made of three such ones, which keeps float32's accuracy.
@@ -276,9 +276,9 @@ def add(y: Tensor, lr: Tensor, a: Tensor, b: Tensor, shift: Tensor | None, decay
     """y <- y - lr (a b + decay y + shift), as fedstride/products.py has it; rounded as torch rounds matrix products."""
     (C, O, K), I = a.shape, b.shape[2]
     BO, BI, BK = _block(O, 32), _block(I, 128), _block(K, 32)
-    exact = not torch.backends.cuda.matmul.allow_tf32
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
     _add[(triton.cdiv(I, BI), triton.cdiv(O, BO), C)](
         y, lr, a, b, y if shift is None else shift, decay, *a.stride(), *b.stride(), O, I, K, shift is not None,
-        "ieee" if exact else "tf32", BO, BI, BK,
+        precision, BO, BI, BK,
         num_stages=1,  # see `sums`
     )  # fmt: skip

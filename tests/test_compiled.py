@@ -1,11 +1,13 @@
 """The compiled backend and its convolutions: whole local steps as programs, equal to `vmap`."""
 
+import re
 from functools import partial
 
 import pytest
 import torch
 from problems import digits
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional
 
@@ -95,19 +97,55 @@ def test_gradients_in_bfloat16_are_added_while_they_are_made(monkeypatch):
     assert (result.x - same.x).norm() <= 0.02 * (same.x - run("scaffold", "vmap", rounds=1, lr=1e-9).x).norm()
 
 
-def test_a_weight_that_is_used_after_its_gradient_is_not_moved_early(monkeypatch):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(1)
-            self.first, self.last = nn.Conv2d(1, 1, 3, padding=1), nn.Linear(64, 10)
+class Twice(nn.Module):
+    """The gradient of a kernel is a sum."""
 
-        def forward(self, inputs):
-            return self.last(self.first(self.first(inputs).tanh()).flatten(1))
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Conv2d(1, 1, 3, padding=1), nn.Linear(64, 10)
+        self.scale = nn.Parameter(torch.ones(1))
 
-    result, called = operations("fedavg", monkeypatch, model=Twice())
+    def before(self, inputs):
+        return self.first(inputs)
+
+    def forward(self, inputs):
+        return self.last(self.first(self.before(inputs * self.scale).tanh()).flatten(1))
+
+
+class Detached(Twice):
+    """The gradient of a kernel is made before the kernel is needed for that of the scale."""
+
+    def before(self, inputs):
+        return functional.conv2d(inputs, self.first.weight.detach(), padding=1)
+
+
+class Heads(nn.Module):
+    """Gradients are products, but several a client."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.heads, self.last = nn.Parameter(torch.randn(4, 16, 3)), nn.Linear(12, 10)
+
+    def forward(self, inputs):
+        heads = torch.bmm(inputs.view(-1, 4, 16).transpose(0, 1), self.heads)
+        return self.last(heads.transpose(0, 1).flatten(1).tanh())
+
+
+@pytest.mark.parametrize("kind", [Twice, Detached, Heads])
+def test_gradients_that_are_not_one_product_a_client_are_made_first(kind, monkeypatch):
+    result, called = operations("fedavg", monkeypatch, model=kind())
     assert called.count("add_correlation.default") == 0 and called.count("add_product.default") == 1
-    torch.testing.assert_close(result.x, run("fedavg", "vmap", model=Twice()).x, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result.x, run("fedavg", "vmap", model=kind()).x, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_moved_is_not_copied():
+    """A compiler that changed the order of a program would copy kernels before it moves them."""
+    model = nn.Sequential(network()[:5], nn.Linear(5, 10))
+    _, code = run_and_get_code(run, "fedavg", "compiled", model=model, rounds=1, device="cpu")
+    moved = re.findall(r"fedstride\.add_(?:product|correlation)\.default\((\w+)", code[0])
+    assert len(moved) == 3 and all(name.startswith("arg") for name in moved)
 
 
 @pytest.mark.slow
