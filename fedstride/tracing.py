@@ -25,7 +25,7 @@ PRIMES = (8191, 8209, 8219, 8221, 8231, 8233, 8237, 8243)  # a number of clients
 
 aten = torch.ops.aten
 SUMS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
 def trace(function: Callable, tensors: Sequence[Tensor], rows: Sequence[bool], single: bool = False) -> fx.GraphModule:
@@ -136,7 +136,7 @@ def _along(direction: Any, y: fx.Node) -> tuple[Any, Any, float]:
         else:
             break
         node = node.args[0]
-    while node.target in (aten.view.default, aten._to_copy.default) and len(node.users) == 1:
+    while node.target in (*RESHAPES, aten._to_copy.default) and len(node.users) == 1:
         node = node.args[0]
     return node, shift, decay
 
@@ -167,7 +167,7 @@ def _tidy(graph: fx.Graph) -> None:
     """Batching leaves views that change nothing."""
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
-        if node.target in RESHAPES and _shape(node) == _shape(node.args[0]):
+        if node.target in (*RESHAPES, aten.expand.default) and _shape(node) == _shape(node.args[0]):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
