@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fedstride.products import move_rows
 from fedstride.vector import VectorModel
 
 
@@ -64,7 +63,8 @@ def add_correlation(
 
         return sums(x, g, stride, padding, height, width, (y, lr, shift, decay))[1]
     gradient, bias = correlate_rows(x, g, stride, padding, height, width)
-    move_rows(y, lr, gradient.flatten(1).to(y.dtype), shift, decay)
+    way = torch.add(gradient.flatten(1), y, alpha=decay)
+    y.addcmul_(way if shift is None else way + shift, lr, value=-1)
     return bias
 
 

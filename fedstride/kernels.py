@@ -86,10 +86,10 @@ def _moved(y, gradient, lr, shift, decay, there, SHIFTED: tl.constexpr):
 
 @triton.jit
 def _sums(
-    x, g, out, whole, lr, shift, decay, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, KH:
-    tl.constexpr, KW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, TOP:
-    tl.constexpr, PART: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, BO:
-    tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, g, out, whole, lr, shift, decay, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr,
+    TOP: tl.constexpr, PART: tl.constexpr, MOVES: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
+    BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[o, k] = sum over n of g[o, n] patch[k, n], for one client and one part of the n.
 
@@ -129,8 +129,8 @@ def _sums(
 
 @triton.jit
 def _collect(
-    parts, parts_whole, out, whole, lr, shift, decay, COUNT: tl.constexpr, M: tl.constexpr, O: tl.constexpr, MOVES:
-    tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
+    parts, parts_whole, out, whole, lr, shift, decay, COUNT: tl.constexpr, M: tl.constexpr, O: tl.constexpr,
+    MOVES: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sums of the parts that `_sums` left; the last program of a client has those of biases."""
     client, last = tl.program_id(1).to(tl.int64), tl.num_programs(0) - 1
@@ -174,9 +174,8 @@ def _arrange(
 
 @triton.jit
 def _add(
-    y, lr, a, b, shift, decay, a_client, a_o, a_k, b_client, b_k, b_i, O: tl.constexpr, I: tl.constexpr, K:
-    tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BK:
-    tl.constexpr,
+    y, lr, a, b, shift, decay, a_client, a_o, a_k, b_client, b_k, b_i, O: tl.constexpr, I: tl.constexpr,
+    K: tl.constexpr, SHIFTED: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """y[o, i] -= lr (sum over k of a[o, k] b[k, i] + decay y[o, i] + shift[o, i]), for one client."""
     client = tl.program_id(2).to(tl.int64)
@@ -192,7 +191,7 @@ def _add(
             b + client * b_client + k[:, None] * b_k + i[None, :] * b_i,
             mask=(k < K)[:, None] & (i < I)[None, :], other=0.0,
         )  # fmt: skip
-        total = tl.dot(left, right, total, input_precision=PRECISION)
+        total = tl.dot(left, right, total, input_precision="tf32")
     there, at = (o < O)[:, None] & (i < I)[None, :], o[:, None] * I + i[None, :]
     y += client * (O * I) + at
     tl.store(y, _moved(y, total, lr + client, shift + client * (O * I) + at, decay, there, SHIFTED), mask=there)
@@ -273,12 +272,11 @@ def sums(
 
 
 def add(y: Tensor, lr: Tensor, a: Tensor, b: Tensor, shift: Tensor | None, decay: float) -> None:
-    """y <- y - lr (a b + decay y + shift), as fedstride/products.py has it; rounded as torch rounds matrix products."""
+    """y <- y - lr (a b + decay y + shift), as fedstride/products.py has it, with factors in bfloat16 or TF32."""
     (C, O, K), I = a.shape, b.shape[2]
     BO, BI, BK = _block(O, 32), _block(I, 128), _block(K, 32)
-    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
     _add[(triton.cdiv(I, BI), triton.cdiv(O, BO), C)](
         y, lr, a, b, y if shift is None else shift, decay, *a.stride(), *b.stride(), O, I, K, shift is not None,
-        precision, BO, BI, BK,
+        BO, BI, BK,
         num_stages=1,  # see `sums`
     )  # fmt: skip

@@ -103,12 +103,15 @@ def add_products(traced: fx.GraphModule) -> None:
     """Rewrite the updates `y <- y - lr (gradient + decay y + shift)` of a graph, where gradients are products."""
     graph = traced.graph
     _tidy(graph)
+    written = {_memory(node.args[0]) for node in graph.nodes if _writes(node)}
     for update in list(graph.nodes):
         if update.target is not aten.addcmul_.default or update.kwargs != {"value": -1}:
             continue
         y, direction, lr = update.args
-        gradient, *rest = _along(direction, y)
-        product, correlation = _product(gradient), _correlation(gradient)
+        gradient, shift, decay = _along(direction, y)
+        product, correlation, rest = _product(gradient), _correlation(gradient), (shift, decay)
+        if any(_memory(node) in written for node in (*(product or ()), shift) if node is not None):
+            continue  # a parameter or a carry, which may have changed by then
         if product is not None and _shape(gradient)[0] == _shape(y)[0]:
             with graph.inserting_before(update):
                 graph.call_function(add_product._opoverload, (y, lr, *product, *rest))
@@ -139,6 +142,10 @@ def _along(direction: Any, y: fx.Node) -> tuple[Any, Any, float]:
     while node.target in (*RESHAPES, aten._to_copy.default) and len(node.users) == 1:
         node = node.args[0]
     return node, shift, decay
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _correlation(gradient: Any) -> Any:

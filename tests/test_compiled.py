@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional
 
 import fedstride as fs
+from fedstride.algorithm import Delta
 from fedstride.compiled import Program, _stretches, identity, pointwise
 from fedstride.convolution import by_rows
 from fedstride.descent import Local, Moving
@@ -133,11 +134,50 @@ class Heads(nn.Module):
         return self.last(heads.flatten(1).tanh())
 
 
-@pytest.mark.parametrize("kind", [Twice, Detached, Heads])
+class Merged(nn.Module):
+    """The factors of the gradients of two parameters are each other, and one of them has moved first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.down = nn.Parameter(torch.randn(12, 3)), nn.Parameter(torch.randn(3, 64))
+        self.last = nn.Linear(12, 10)
+
+    def forward(self, inputs):
+        return self.last(functional.linear(inputs.flatten(1), self.up @ self.down).tanh())
+
+
+class Squared(nn.Module):
+    """A factor of a gradient is the parameter itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight, self.last = nn.Parameter(torch.randn(64, 64) / 8), nn.Linear(64, 10)
+
+    def forward(self, inputs):
+        return self.last(inputs.flatten(1) @ (self.weight.detach() @ self.weight))
+
+
+@pytest.mark.parametrize("kind", [Twice, Detached, Heads, Merged, Squared])
 def test_gradients_that_are_not_one_product_a_client_are_made_first(kind, monkeypatch):
     result, called = operations("fedavg", monkeypatch, model=kind())
     assert called.count("add_correlation.default") == 0 and called.count("add_product.default") == 1
     torch.testing.assert_close(result.x, run("fedavg", "vmap", model=kind()).x, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "direction", [lambda g, y, carry: (g + carry, 0.5 * carry), lambda g, y, c: (g + c, c.mul_(0.5))]
+)
+def test_a_carry_is_added_before_it_changes(direction, monkeypatch):
+    def client(self, work, message, memory):
+        y, _ = work.descend(message.x, direction, carry=0.3 * work.rows(message.x))
+        return Delta(y - message.x), memory
+
+    monkeypatch.setattr(fs.algorithms.FedAvg, "client", client)
+    result, called = operations("fedavg", monkeypatch)
+    assert not [name for name in called if name.startswith("add_product")]
+    torch.testing.assert_close(result.x, run("fedavg", "vmap").x, rtol=1e-10, atol=1e-12)
 
 
 def test_what_is_moved_is_not_copied():
