@@ -52,21 +52,18 @@ def fleets(path: Path, clients: np.ndarray, milliseconds: np.ndarray, megabytes:
 
 def gpu(page: Path) -> None:
     """Bars from the table of one GPU on the page: ours and the others, where they ran."""
-    lines = page.read_text().splitlines()
-    first = next(number for number, line in enumerate(lines) if "hand-fused JAX" in line)
-    header, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[first : first + 10])
+    table = next(part for part in page.read_text().split("\n\n") if "hand-fused JAX" in part and part.startswith("|"))
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    cases = [dict(zip(header, row)) for row in rows]
+    for before, case in zip(cases, cases[1:]):
+        case["model"] = case["model"] or before["model"]
     names = [name for name in header if name.startswith(("ours", "hand", "pfl"))]
-    labels, model = [], ""
     figure, axis = plt.subplots(figsize=(10, 4), layout="constrained")
-    for place, row in enumerate(rows[1:]):
-        case = dict(zip(header, row))
-        model = case["model"] or model
-        labels.append(f"{model}\n{case['clients']} clients\nbatch {case['batch']}")
-        for i, name in enumerate(names):
-            if case[name]:
-                height = int(case[name].replace(",", ""))
-                bar = axis.bar(place + 0.2 * (i - 1.5), height, 0.2, color=f"C{i}", label=name if place == 5 else None)
-                axis.bar_label(bar, fontsize=6, fmt="{:,.0f}", rotation=90, padding=2)
+    for i, name in enumerate(names):
+        ran = {place: int(case[name].replace(",", "")) for place, case in enumerate(cases) if case[name]}
+        bars = axis.bar([place + 0.2 * (i - 1.5) for place in ran], list(ran.values()), 0.2, label=name)
+        axis.bar_label(bars, fontsize=6, fmt="{:,.0f}", rotation=90, padding=2)
+    labels = [f"{case['model']}\n{case['clients']} clients\nbatch {case['batch']}" for case in cases]
     axis.set_xticks(range(len(labels)), labels, fontsize=8)
     axis.set(yscale="log", ylabel="client-steps per second", ylim=(300, 2e7))
     axis.legend(ncols=len(names), fontsize=8)
