@@ -65,11 +65,15 @@ class FedNova(Algorithm):
             step = v + self.mu * (y - x) if self.mu else v
             return step, Carry(v if self.momentum else carry.v, weight, norm)
 
-        buffer = work.zeros(msg.x) if self.momentum else work.column()
-        start = Carry(buffer, work.column(), work.column())
-        y, carry = work.descend(msg.x, direction, rows=(msg.x, work.lr), carry=start)
-        reach = work.steps if self.mu else carry.norm
-        return Upload((y - msg.x) / (work.lr * carry.norm), work.lr * reach), memory
+        if self.momentum or self.mu:
+            buffer = work.zeros(msg.x) if self.momentum else work.column()
+            start = Carry(buffer, work.column(), work.column())
+            y, carry = work.descend(msg.x, direction, rows=(msg.x, work.lr), carry=start)
+            norm = carry.norm
+        else:  # as FedAvg does, so its clients can be of one batch with FedAvg's
+            y, norm = work.descend(msg.x), work.steps
+        reach = work.steps if self.mu else norm
+        return Upload((y - msg.x) / (work.lr * norm), work.lr * reach), memory
 
     def server(self, state, replies):
         u = self.server_momentum * state.u + replies.mean("reach") * replies.mean("d")
