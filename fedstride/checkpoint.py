@@ -7,6 +7,7 @@ checkpoint.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -139,6 +140,8 @@ class Folder:
             if key in ("steps", "participation") and isinstance(mine, list) and isinstance(theirs, list):
                 mine, theirs = mine[:played], theirs[:played]
             if theirs != mine:
+                if isinstance(mine, list) and isinstance(theirs, list):
+                    theirs, mine = next(pair for pair in itertools.zip_longest(theirs, mine) if pair[0] != pair[1])
                 raise FedstrideError(
                     f"the checkpoint in {self.path} is of another run: its {key} is {_short(theirs)}, "
                     f"this run's is {_short(mine)}"

@@ -57,7 +57,11 @@ class Own(Devices):
     function: Callable[[int], float]
 
     def seconds(self, count: int, seed: int) -> np.ndarray:
-        return np.array([self.function(client) for client in range(count)], dtype=np.float64)
+        found = [self.function(client) for client in range(count)]
+        try:
+            return np.array(found, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise FedstrideError(f"devices: the function must give a number of seconds, not {found[0]!r}") from None
 
 
 def seconds(values: float | Sequence[float]) -> Devices:
@@ -72,7 +76,7 @@ def seconds(values: float | Sequence[float]) -> Devices:
 
 def slowdown(base: float, low: float = 1.0, high: float = 5.0) -> Devices:
     """`base` seconds times a factor uniform in [low, high], drawn once a client (DLSGD takes 1 to 5)."""
-    if not 0 < low <= high:
+    if not _positive("low", low) <= _positive("high", high):
         raise FedstrideError(f"slowdown needs 0 < low <= high, not {low!r}, {high!r}")
     return Drawn(_positive("base", base), "uniform", (low, high))
 
@@ -86,7 +90,8 @@ def lognormal(median: float, sigma: float) -> Devices:
 
 def flops(per_step: float, speed: float | Sequence[float]) -> Devices:
     """Floating-point operations of one local step, divided by the devices' operations per second."""
-    return seconds([_positive("per_step", per_step) / _positive("speed", float(one)) for one in np.atleast_1d(speed)])
+    speeds = speed if isinstance(speed, (Sequence, np.ndarray)) and not isinstance(speed, str) else [speed]
+    return seconds([_positive("per_step", per_step) / _positive("speed", one) for one in speeds])
 
 
 def measured_flops(model: nn.Module, inputs: Any) -> float:
@@ -131,7 +136,7 @@ def resolve(value: Any, count: int, seed: int) -> np.ndarray:
     return found
 
 
-def _positive(name: str, value: float) -> float:
+def _positive(name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real) or not 0 < float(value) < float("inf"):
         raise FedstrideError(f"{name} must be a positive number, not {value!r}")
     return float(value)

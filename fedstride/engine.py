@@ -5,6 +5,7 @@ update with the replies that have arrived for it. A run is data: server state, c
 saving and resuming need nothing from any method.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from fedstride.timeline import Timeline
 from fedstride.wire import Wire
 
 RATES = 8  # rounds whose learning rates are kept
+PATIENCE = 10  # rounds in a row with nothing but rejected uploads
 
 Rate = Callable[[int], Any]  # round, counted from 1 -> a learning rate, or one a client
 
@@ -260,12 +262,10 @@ def _exchange(
         row["staleness"], row["max_staleness"] = float((replies.shares * staleness).sum()), int(staleness.max())
     if len(replies) or plan.privacy is not None:
         run.state = exchange.server(run.state, replies)
-    elif rejected and exchange.audience is None and jobs is not None:
-        run.status = "diverged"
     everyone = range(plan.fleet.clients) if plan.present is None else plan.present
-    if (
-        jobs is None and transport.refused and transport.refused.issuperset(everyone)
-    ):  # nobody's upload is usable any more
+    nobody = bool(transport.refused) and transport.refused.issuperset(everyone)  # whose upload would be usable
+    fruitless = rejected > 0 and not len(replies) and exchange.audience is None and plan.privacy is None
+    if (jobs is None and nobody) or (fruitless and (nobody or _fruitless(run.rows) + 1 >= PATIENCE)):
         run.status = "diverged"
     if jobs is None or exchange.audience is not None:  # those who were not asked did not fail
         return jobs
@@ -273,6 +273,11 @@ def _exchange(
         return jobs.take(slice(0, 0))
     together = Jobs(*(np.concatenate(columns) for columns in zip(*done)))
     return together.take(np.argsort(together.clients))
+
+
+def _fruitless(rows: list[dict[str, Any]]) -> int:
+    """How many rounds in a row, up to the last, brought nothing but rejected uploads."""
+    return sum(1 for _ in itertools.takewhile(lambda row: row["rejected"] and not row["clients"], reversed(rows)))
 
 
 def _replies(plan: Plan, participation: Participation, x: Tensor, version: int) -> Replies:

@@ -35,6 +35,7 @@ class Evaluation:
         if self._metrics and test is None:
             raise FedstrideError("metrics need test data; pass test=(inputs, targets)")
         self._test: tuple[Tensor, Tensor] | None = None
+        self.classifies = False  # whether rows have an accuracy
         if metrics is not None and not isinstance(metrics, dict):
             raise FedstrideError(f"metrics must be a dict of names and functions (outputs, targets), not {metrics!r}")
         for name, metric in self._metrics.items():
@@ -48,6 +49,8 @@ class Evaluation:
                 self._test = data.inputs, data.targets
                 outputs = model.predict(model.x, data.inputs[:2])
                 loss(outputs, data.targets[:2])
+                labels = data.targets.dim() == 1 and not data.targets.is_floating_point()
+                self.classifies = labels and outputs.dim() == 2 and outputs.shape[1] > 1
                 check_labels(data, loss, outputs)
             except FedstrideError as error:
                 raise FedstrideError(str(error).replace("client 0", "test")) from None
@@ -61,7 +64,7 @@ class Evaluation:
             inputs, targets = self._test
             outputs = self._model.predict(x, inputs)
             numbers["loss"] = float(self._loss(outputs, targets))
-            if outputs.dim() == 2 and outputs.shape[1] > 1 and targets.dim() == 1 and not targets.is_floating_point():
+            if self.classifies:
                 numbers["accuracy"] = float((outputs.argmax(1) == targets).double().mean())
             numbers |= {name: _number(name, metric(outputs, targets)) for name, metric in self._metrics.items()}
         if self._training is not None:

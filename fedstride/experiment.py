@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
-from fedstride import data, inputs, losses, models, steps
+from fedstride import data, inputs, losses, models, oracle, steps
 from fedstride.algorithm import REGISTRY, Algorithm
 from fedstride.algorithms import FedAvg
 from fedstride.checkpoint import write_whole
@@ -148,14 +148,16 @@ class Experiment(BaseModel):
         if not real:
             inputs.budget(self.seconds, world, method)
         inputs.local(method, self.momentum, self.weight_decay, self.clip)
-        inputs.device(self.device)
+        oracle.check(self.backend, inputs.device(self.device))
+        batch_size = None if self.batch_size == "all" else inputs.whole("batch_size", self.batch_size)
         clients, test, classes = self.fleet()
+        inputs.goal(stop, test, self.train_loss)
         model = self.make_model(tuple(clients.inputs.shape[1:]), len(classes))
         loss = self.make_loss(bool(classes))
         settings = dict(
             loss=loss, rounds=self.rounds, seconds=self.seconds, lr=self.lr, steps=rule, sampling=self.sampling,
             world=world, test=test,
-            batch_size=None if self.batch_size == "all" else self.batch_size, weights=self.weights, wire=self.wire,
+            batch_size=batch_size, weights=self.weights, wire=self.wire,
             stop=stop, momentum=self.momentum, weight_decay=self.weight_decay, clip=self.clip, every=self.every,
             seed=self.seed,
             metrics={choice.name: CHOICES["metrics"][choice.name] for choice in self.metrics} if test else None,

@@ -277,6 +277,8 @@ def identity(
         "method": method.name,
         "options": {field.name: repr(getattr(method, field.name)) for field in fields},
         "model": vector.signature,
+        "network": vector.layers,
+        "frozen part": vector.frozen,
         "clients": [len(clients), _digest(clients)],
         "steps": rule.table.tolist() if isinstance(rule, step_rules.Listed) else repr(rule),
         "participation": who.cohorts if isinstance(who, participations.Listed) else repr(who),

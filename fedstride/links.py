@@ -40,6 +40,6 @@ def bandwidth(up: Numbers, down: Numbers | None = None, latency: Numbers = 0.0) 
     """Bits per second each way (`down` as `up` unless given) and latency in seconds."""
     try:
         columns = (np.atleast_1d(np.asarray(v, dtype=np.float64)) for v in (up, up if down is None else down, latency))
-        return Links(*(tuple(column.tolist()) for column in columns))
+        return Links(*(tuple(map(float, column)) for column in columns))
     except (TypeError, ValueError):
         raise FedstrideError(f"bandwidth needs numbers, not {up!r}, {down!r}, {latency!r}") from None

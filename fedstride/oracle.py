@@ -256,12 +256,17 @@ class Sequential(Oracle):
             pass
 
 
-def choose(backend: str, model: VectorModel, device: torch.device, cohort: int) -> str:
-    """Resolve `auto` by the rule at the top of this file."""
+def check(backend: str, device: torch.device) -> None:
+    """Refuse a backend that does not exist, or not there."""
     if backend not in (*BACKENDS, "auto"):
         raise FedstrideError(f"unknown backend {backend!r}; choose from auto, {', '.join(BACKENDS)}")
     if backend == "graph" and device.type != "cuda":
         raise FedstrideError("the graph backend needs a CUDA device; use backend='auto'")
+
+
+def choose(backend: str, model: VectorModel, device: torch.device, cohort: int) -> str:
+    """Resolve `auto` by the rule at the top of this file."""
+    check(backend, device)
     if backend != "auto":
         return backend
     if device.type != "cpu":

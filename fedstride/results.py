@@ -1,5 +1,7 @@
 """What a run gives back."""
 
+import math
+import numbers
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,6 +25,10 @@ class Target:
     def __post_init__(self) -> None:
         if all(getattr(self, field.name) is None for field in fields(self)):
             raise FedstrideError("a Target needs accuracy, loss or train_loss")
+        for field in fields(self):
+            goal = getattr(self, field.name)
+            if goal is not None and (not isinstance(goal, numbers.Real) or math.isnan(goal)):
+                raise FedstrideError(f"the {field.name} of a Target must be a number, not {goal!r}")
         if self.accuracy is not None and not 0 <= self.accuracy <= 1:
             raise FedstrideError(f"the accuracy of a Target is a share from 0 to 1, not {self.accuracy!r}")
 

@@ -134,6 +134,8 @@ def simulate(
             "robust, privacy and wire out"
         )
     memory = None if memory is None else inputs.real("memory", memory, 0)
+    if folder is not None and not isinstance(folder, (str, os.PathLike)):
+        raise FedstrideError(f"folder must be a path, not {folder!r}")
     if resume and folder is None:
         raise FedstrideError("resume=True needs the folder of the run")
     local, way = inputs.local(method, momentum, weight_decay, clip), wires.make(None if method.pooled else wire)
@@ -174,6 +176,8 @@ def simulate(
     fleet = clients.fleet(weights or method.weights, target)
     training = (clients, fleet.weights) if train_loss else None
     evaluate = Evaluation(oracle.model, loss, test, metrics, training, local.weight_decay)
+    if stop is not None and stop.accuracy is not None and not evaluate.classifies:
+        raise FedstrideError("the target is an accuracy, which needs classes; pass fs.Target(loss=...) instead")
     limits = (stop, schedule, inputs.budget(seconds, world, method), guard, robust, privacy, way)
     plan = Plan(method, fleet, who, rule, rate, sampler.steps_per_epoch, rounds, seed, seed, every, evaluate, *limits)
     job = partial(single_job, plan)

@@ -110,6 +110,11 @@ class Simulator:
                     f"at virtual second {self.now:g} no client of the fleet can finish its steps within the deadline "
                     f"of {cut:g} s; give more time, fewer steps, or late='cut'"
                 )
+            if not done.any() and not self._possible(cut, self._wire.bytes(message)):
+                raise FedstrideError(
+                    f"no client of the fleet can fetch the model and do a single step within the deadline of {cut:g} "
+                    "s; give more time"
+                )
             if self._needs_all and not done.all():
                 raise FedstrideError(
                     f"client {jobs.clients[done == 0][0]} cannot do a single step within the deadline of {cut:g} s, "
@@ -147,6 +152,13 @@ class Simulator:
             there = self._pace.answers(jobs, self.now)
         return jobs.take(there)
 
+    def _possible(self, cut: float, bytes_: float) -> bool:
+        """Whether some client of the fleet can do a step within a deadline."""
+        ids, ones = np.arange(len(self._sampler.clients)), np.ones(len(self._sampler.clients), dtype=np.int64)
+        fleet = Jobs(ids, ones, ones, ones, ones, ones, ones)
+        extra = self._pace.compute(fleet, self._extra * self._sampler.steps_per_epoch(ids))
+        return bool(self._pace.steps_within(fleet, cut - self._pace.transfer(fleet, bytes_, "down") - extra).any())
+
     def _cohort(self, exchange: Exchange, message: Any, jobs: Jobs) -> Iterator[tuple[slice, Trained]]:
         """Which rows were trained, and what they gave; chunk by chunk."""
         for start in range(0, len(jobs.clients), self._chunk):
@@ -173,6 +185,7 @@ class Simulator:
         course.publish(version)
         self._prune(course)
         arrived: list[tuple[int, float]] = []
+        heard: set[int] = set()  # whose updates have arrived since one was used for certain
         self._rejections = 0
         while not course.closed and len(self.refused) < everyone:
             number = course.advance()
@@ -184,8 +197,11 @@ class Simulator:
             if number not in self._contents:
                 yield from self._settle(course, arrived)
                 self._train_ahead(exchange, course, number)
+            if not arrived:
+                heard = set(self.refused)
             arrived.append((number, course.clock.now))
-            if course.closed:
+            heard.add(course.jobs[number].client)
+            if course.closed or len(heard) >= everyone:  # all may turn out to be refused, and then nothing follows
                 yield from self._settle(course, arrived)
         self.now = course.clock.now
         self.sent += course.sent - sent
@@ -267,7 +283,8 @@ class Simulator:
     def keep(self, answers: Answers, used: np.ndarray) -> None:
         """Memories of used uploads become the clients' own; the others stay as they were."""
         self._rejections += int((~used).sum())
-        self.refused = set() if used.any() else self.refused | set(answers.jobs.clients.tolist())
+        since = used.nonzero()[0][-1] + 1 if used.any() else 0
+        self.refused = (set() if used.any() else self.refused) | set(answers.jobs.clients[since:].tolist())
         if answers.memory and used.any():
             self._remember(answers, used)
 

@@ -292,7 +292,7 @@ def _state(path: Path, experiment: Experiment) -> str:
     except FedstrideError as error:
         raise FedstrideError(f"{path / 'experiment.toml'} cannot be used: {error}") from None
     for key in sorted(stored.keys() | mine.keys()):
-        if stored.get(key) != mine.get(key) and key != "rounds":
+        if stored.get(key) != mine.get(key) and key not in ("rounds", "seconds"):
             raise FedstrideError(
                 f"{path} holds another experiment: its {key} is {stored.get(key)!r}, not {mine.get(key)!r}; choose "
                 "another folder"

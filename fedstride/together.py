@@ -114,8 +114,7 @@ class Together:
     def oracle(self, model: VectorModel, loss: LossFunction, each: tuple[LossFunction, str] | None) -> Compiled:
         """The oracle of one run; runs with the same network and loss share its programs."""
         own = Compiled(model, loss, each)
-        trained = len(list(model.module.parameters())) == len(model.names)  # nothing else to tell two networks apart
-        name = (repr(model.module), str(model.signature), model.dtype, loss) if trained else (id(own),)
+        name = (str(model.layers), model.frozen, *model.code, str(model.signature), model.dtype, loss)
         shared = self._oracles.setdefault(name, own)
         member = copy.copy(shared)
         member.model = own.model

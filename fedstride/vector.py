@@ -11,19 +11,23 @@ gradients. Weights, data, memories and the server's algebra stay in float32, so 
 """
 
 import copy
+import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as trees
 
 from fedstride.errors import FedstrideError
 from fedstride.keys import fold
 
 # The type a module computes in -> that of weights and data.
 KEPT = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bfloat16: torch.float32}
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)  # settings that text tells
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
@@ -61,6 +65,25 @@ def _swap(module: nn.Module) -> nn.Module:
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, child)
     return module
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes of one module that are neither torch's own nor tensors that it has registered."""
+    return ((key, value) for key, value in vars(module).items() if not key.startswith("_") and key != "training")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return hashlib.sha256(_bytes(value)).hexdigest()[:16]
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, dict):
+        return f"({', '.join(f'{key}={_text(one)}' for key, one in value.items())})"
+    return repr(value) if isinstance(value, PLAIN) else getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _bytes(value: Tensor) -> bytes:
+    return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def rewind(module: nn.Module) -> None:
@@ -104,6 +127,35 @@ class VectorModel:
     def signature(self) -> list[list]:
         """Names and shapes of the trainable parameters, which a checkpoint must match."""
         return [[name, list(shape)] for name, shape in zip(self.names, self.shapes)]
+
+    @property
+    def layers(self) -> list[list[str]]:
+        """Names, kinds and settings of all modules, as text that is the same in every process."""
+        return [
+            [
+                name,
+                f"{type(child).__qualname__}({', '.join(f'{key}={_text(value)}' for key, value in _settings(child))})",
+            ]
+            for name, child in self.original.named_modules()
+        ]
+
+    @property
+    def frozen(self) -> str:
+        """A digest of what is not trained."""
+        known = hashlib.sha256()
+        held = [*self.original.named_parameters(), *self.original.named_buffers()]
+        for name, value in held:
+            if name not in self.names:
+                known.update(name.encode() + _bytes(value))
+        return known.hexdigest()[:16]
+
+    @property
+    def code(self) -> list[int]:
+        """What text does not tell of a network, by identity: its classes, and the objects in its settings."""
+        children = list(self.original.modules())
+        values = trees.tree_leaves([[value for _, value in _settings(child)] for child in children])
+        objects = [value for value in values if not isinstance(value, (*PLAIN, Tensor))]
+        return [id(one) for one in [*map(type, children), *objects]]
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """The vector cut into the parameters' shapes; `split`, because its backward is a single `cat`."""

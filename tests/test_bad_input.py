@@ -36,6 +36,7 @@ RUNS = [
     (dict(stop=0.8), "stop must be a Target"),
     (dict(stop=fs.Target(accuracy=0.8)), "the target needs test data"),
     (dict(stop=fs.Target(train_loss=0.8)), "pass train_loss=True"),
+    (dict(folder=3), "folder must be a path, not 3"),
     (dict(metrics=[1], test=(np.zeros((3, 1, 8, 8)), np.zeros(3))), "metrics must be a dict"),
     (dict(test=(np.zeros((3, 9)), np.zeros(3, dtype=int))), "the test data do not fit model and loss"),
     (dict(test=(np.full((3, 1, 8, 8), np.nan), np.zeros(3, dtype=int))), "test has NaN or infinity in its inputs"),
@@ -130,6 +131,12 @@ def test_bad_settings(changes, words, tmp_path):
         (lambda: fs.Clients.from_arrays([(np.array(["a"]), np.ones(1))]), "client 0 has data that are not arrays"),
         (lambda: fs.algorithms.make("zzz"), r"unknown method 'zzz'\. Choose from"),
         (lambda: fs.Target(), "needs accuracy, loss or train_loss"),
+        (lambda: fs.Target(train_loss="0.8"), "the train_loss of a Target must be a number, not '0.8'"),
+        (lambda: fs.Target(accuracy="0.8"), "the accuracy of a Target must be a number"),
+        (
+            lambda: Quadratics().run("fedavg", test=(np.ones((3, 4)), np.ones((3, 1))), stop=fs.Target(accuracy=0.8)),
+            "the target is an accuracy, which needs classes",
+        ),
         (lambda: fs.Clients.from_arrays([]), "there are no clients"),
         (
             lambda: fs.Clients.from_arrays([(np.ones((2, 3)), np.ones(2)), (np.ones((0, 3)), np.ones(0))]),

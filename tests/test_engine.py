@@ -231,6 +231,17 @@ def test_upload_fields_may_not_shadow_the_header():
         add(replies, Jobs(np.arange(2), ones, ones, ones, ones, ones, ones), Bad(torch.ones(2, 1)))
 
 
+class Shifted(torch.nn.Module):
+    """Something that is not trained."""
+
+    def __init__(self, by=0.1):
+        super().__init__()
+        self.register_buffer("by", torch.tensor(by))
+
+    def forward(self, inputs):
+        return inputs + self.by
+
+
 class TestFolders:
     def settings(self, **changes):
         return dict(lr=0.05, steps=STEPS, batch_size=5, device="cpu", weights="data") | changes
@@ -290,6 +301,15 @@ class TestFolders:
         with pytest.raises(fs.FedstrideError, match="its model is"):
             other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
             fs.simulate("scaffold", other, clients, rounds=3, folder=tmp_path, resume=True, **self.settings())
+        for place, layer, words in (  # of the same parameters
+            (6, torch.nn.Tanh(), r'its network is \["6", "ReLU.*"6", "Tanh'),
+            (7, torch.nn.Dropout(0.5), r'its network is \["7", "Dropout\(p=0.0.*"7", "Dropout\(p=0.5'),
+            (4, torch.nn.Sequential(Shifted(), torch.nn.Flatten()), r"its network is"),
+        ):
+            other = small_network()
+            other[place] = layer
+            with pytest.raises(fs.FedstrideError, match=words):
+                fs.simulate("scaffold", other, clients, rounds=3, folder=tmp_path, resume=True, **self.settings())
         for part in ("inputs", "targets", "order"):  # other data of the same sizes
             changed = copy.copy(clients)
             setattr(changed, part, getattr(clients, part).flip(0))
@@ -333,6 +353,17 @@ class TestFolders:
         assert torch.equal(whole.x, longer.x)
         with pytest.raises(fs.FedstrideError, match="its participation is|its steps is"):
             self.start(tmp_path, rounds=4, participation=[[0], *cohorts], steps=np.ones((4, 6), dtype=int), resume=True)
+
+    def test_what_is_frozen_must_be_the_same(self, tmp_path):
+        def go(rounds, by):
+            other, (clients, _) = small_network(), digits()
+            other[3] = Shifted(by)
+            return fs.simulate("fedavg", other, clients, rounds=rounds, folder=tmp_path, resume=True, lr=0.1)
+
+        go(2, 0.1)
+        with pytest.raises(fs.FedstrideError, match="its frozen part is .*, this run's is"):
+            go(3, 0.2)
+        assert len(go(3, 0.1).rows) == 3
 
     def test_rows_without_a_checkpoint_belong_to_nothing(self, tmp_path):
         (tmp_path / "rows.jsonl").write_text('{"round": 777}\n')

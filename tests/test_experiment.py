@@ -250,6 +250,27 @@ def test_a_study_and_its_folder(tmp_path):
         Study(SMALL | {"lr": 0.2}, seeds=2).play(tmp_path)
 
 
+def test_studies_on_the_clock_can_be_lengthened(tmp_path):
+    timed = SMALL | {"world": {"devices": 0.1}, "rounds": 10}
+    first = Study(timed | {"seconds": 3.0}).play(tmp_path)["fedavg"][0]
+    longer = Study(timed | {"seconds": 5.0}).play(tmp_path, resume=True)["fedavg"][0]
+    assert len(first.rows) < len(longer.rows) and longer.rows[: len(first.rows)] == first.rows
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"batch_size": 0}, "batch_size must be a whole number from 1"),
+        ({"backend": "vmapp"}, "unknown backend 'vmapp'"),
+        ({"stop": {"train_loss": 1.0}}, "pass train_loss=True"),
+    ],
+)
+def test_mistakes_come_out_before_the_first_run(tmp_path, wrong, words):
+    with pytest.raises(fs.FedstrideError, match=words):
+        Study(SMALL, methods=["fedavg", {"name": "fedprox", "set": wrong}]).play(tmp_path / "study")
+    assert not (tmp_path / "study").exists()
+
+
 def test_methods_of_a_study_see_the_same_clients_and_world():
     one, two = (Experiment.parse(SMALL | {"method": name, "seed": 3}).prepare() for name in ("fedavg", "scaffold"))
     assert (one.clients.order == two.clients.order).all()

@@ -129,6 +129,37 @@ def test_a_bound_in_an_asynchronous_run():
 def test_a_bound_that_nobody_keeps_is_divergence():
     result = Quadratics().run(make("fedavg"), guard=Norms(bound=1e-9), rounds=5)
     assert result.status == "diverged" and result.rows[-1]["rejected"] == 6
+    few = Quadratics().run(make("fedavg"), guard=Norms(bound=1e-9), rounds=30, participation=[[0, 1]] * 30)
+    assert few.status == "diverged" and len(few.rows) == 10  # the others, who are never asked, might do better
+
+
+def test_a_liar_that_is_alone_in_its_cohort_does_not_end_the_run(tmp_path):
+    settings = dict(guard=Norms(bound=1e3), participation=[[2], [2], [0], [2], [1, 2], [3]])
+    with lying({2}, far):
+        result = Quadratics().run(make("scaffold"), rounds=6, **settings)
+    assert result.status == "finished" and [row["clients"] for row in result.rows] == [0, 0, 1, 0, 1, 1]
+    honest = Quadratics().run(make("scaffold"), rounds=6, **settings | dict(participation=[[], [], [0], [], [1], [3]]))
+    assert torch.equal(result.x, honest.x)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 49])
+def test_when_an_asynchronous_run_counts_as_diverged_does_not_depend_on_groups(seed):
+    """Uploads are judged in groups, which depend on how many clients train at once."""
+    sizes = (6, 9) if seed % 2 else (6, 9, 5, 7, 4, 8)
+    rng = np.random.default_rng(seed)
+    world, guard = fs.World(devices=list(rng.uniform(1, 3, len(sizes)))), Norms(bound=rng.uniform(0.3, 1.2))
+    settings = dict(schedule=fs.schedule.Buffered(None, 2), steps=fs.steps.gaussian(4, 16, redraw=True), batch_size=2)
+    found = [
+        Quadratics(sizes=sizes).run(
+            "fedavg", rounds=6, seed=seed, lr=0.05, world=world, guard=guard, chunk=n, **settings
+        )
+        for n in (1, 2, None)
+    ]
+    assert sum(row["rejected"] for row in found[0].rows) > 0
+    for other in found[1:]:
+        assert other.status == found[0].status and len(other.rows) == len(found[0].rows)
+        for row, like in zip(other.rows, found[0].rows):
+            assert row == pytest.approx(like, rel=1e-9, nan_ok=True)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])

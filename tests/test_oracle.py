@@ -539,7 +539,7 @@ def test_a_loss_that_cannot_be_traced_goes_on_as_before(monkeypatch):
 def test_first_gradients_are_those_a_carry_collects(backend, local, size, sampling, monkeypatch):
     """Nothing else changes: neither what the steps draw nor where they end nor their losses."""
     monkeypatch.setattr(oracles, "PLAIN", 0)
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, options: function)
     clients, _ = digits()
     clients = clients.to(torch.device("cpu"), torch.float64)
     layers = [nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.3), nn.Linear(8, 10)]
@@ -574,7 +574,7 @@ def test_first_gradients_are_those_a_carry_collects(backend, local, size, sampli
 def test_bfloat16_is_float32_with_rounded_gradients(backend, lr, method, monkeypatch):
     """And not with rounded weights: steps smaller than what bfloat16 tells apart are not lost."""
     torch.manual_seed(0)
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, options: function)
     clients, test = digits()
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(144, 10))
     start = VectorModel(model, torch.float32).x

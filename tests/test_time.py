@@ -235,6 +235,9 @@ def test_very_fast_devices_are_not_late():
     assert row["clients"] == 6 and row["steps"] == sum(STEPS)
 
 
+SLOW_LINKS = fs.World(devices=0.1, links=fs.links.bandwidth(100.0))  # the model takes seconds
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -265,13 +268,39 @@ def test_very_fast_devices_are_not_late():
             dict(world=lambda: fs.World(devices=9.0), schedule=lambda: fs.schedule.Deadline(1)),
             "a deadline of 1 s is too short: the fastest client needs 9 s for one step",
         ),
+        (
+            dict(world=lambda: SLOW_LINKS, schedule=lambda: fs.schedule.Deadline(1)),
+            "no client of the fleet can fetch the model and do a single step within the deadline of 1 s",
+        ),
+        (
+            dict(
+                world=lambda: SLOW_LINKS,
+                schedule=lambda: fs.schedule.Deadline(1, "drop"),
+                participation=lambda: fs.participation.uniform(2),
+            ),
+            "no client of the fleet can fetch the model",
+        ),  # fmt: skip
+        (
+            dict(
+                algorithm=lambda: fs.algorithms.Scaffold(option="I"),
+                world=lambda: fs.World(devices=1.0),
+                schedule=lambda: fs.schedule.Deadline(1),
+            ),
+            "no client of the fleet can fetch the model",
+        ),  # fmt: skip
         (dict(world=lambda: fs.World(devices=fs.devices.trace("nowhere.csv"))), "nowhere.csv is not a table"),
         (dict(world=lambda: fs.World(devices=fs.devices.slowdown(0.1, 5, 1))), "0 < low <= high"),
+        (dict(world=lambda: fs.World(devices=fs.devices.slowdown(0.1, "1", "5"))), "low must be a positive number"),
+        (dict(world=lambda: fs.World(devices=fs.devices.slowdown(0.1, 1, float("inf")))), "high must be a positive"),
+        (dict(world=lambda: fs.World(devices=fs.devices.flops(1.0, "fast"))), "speed must be a positive number"),
+        (dict(world=lambda: fs.World(devices=lambda client: "x")), "must give a number of seconds, not 'x'"),
+        (dict(world=lambda: fs.World(links=fs.links.bandwidth([[1.0] * 6]))), "bandwidth needs numbers"),
     ],
 )
 def test_bad_worlds(changes, words):
     with pytest.raises(fs.FedstrideError, match=words):
-        Quadratics().run("fedavg", rounds=1, **{key: v() if callable(v) else v for key, v in changes.items()})
+        made = {key: v() if callable(v) else v for key, v in changes.items()}
+        Quadratics().run(made.pop("algorithm", "fedavg"), rounds=1, **made)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from functools import partial
 import pytest
 import torch
 from problems import digits
+from torch import nn
 
 import fedstride as fs
 from fedstride import study, together
+from fedstride.vector import VectorModel
 
 OPTIONS = dict(batch_size=4, dtype=torch.float64, rounds=3, lr=0.1, steps=[1, 4, 2, 5, 3, 1])
 
@@ -56,8 +58,13 @@ def test_runs_together_equal_runs_alone(monkeypatch, share, turns):
     assert begun == turns
 
 
-def test_runs_that_compute_in_different_types_do_not_share_a_program(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+@pytest.fixture
+def traced(monkeypatch):
+    """Programs run as they were traced, which is quicker than to compile them."""
+    monkeypatch.setattr(torch, "compile", lambda function, options: function)
+
+
+def test_runs_that_compute_in_different_types_do_not_share_a_program(traced):
     clients, _ = digits()
     works = [
         partial(fs.simulate, "fedavg", fs.models.make("mlp"), clients, **OPTIONS | dict(dtype=dtype))
@@ -68,6 +75,63 @@ def test_runs_that_compute_in_different_types_do_not_share_a_program(monkeypatch
     assert (found[0].x - found[1].x).abs().max() > 1e-4
     for result, work in zip(found, works):
         torch.testing.assert_close(result.x, work(backend="compiled").x, rtol=0, atol=1e-6)
+
+
+class Scaled(nn.Module):
+    """A layer whose factor is a buffer, a number or a function: nothing that its parameters tell."""
+
+    def __init__(self, kind, factor):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        if kind == "buffer":
+            self.register_buffer("factor", torch.tensor(factor))
+        else:
+            self.factor = factor if kind == "number" else lambda: factor
+
+    def forward(self, inputs):
+        factor = self.factor() if callable(self.factor) else self.factor
+        return factor * self.inner(inputs)
+
+
+def dropping(rate):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), nn.Dropout(rate), nn.Linear(20, 10))
+
+
+def base(seed):
+    """A first layer that is not trained."""
+    model = dropping(0.0)
+    torch.manual_seed(seed)
+    nn.init.normal_(model[1].weight).requires_grad_(False)
+    return model
+
+
+NETWORKS = {
+    "dropout": (dropping, 0.1, 0.9), "frozen": (base, 0, 1), "buffer": (partial(Scaled, "buffer"), 1.0, 0.1),
+    "number": (partial(Scaled, "number"), 1.0, 0.1), "function": (partial(Scaled, "function"), 1.0, 0.1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_networks_that_only_their_settings_tell_apart(kind, traced):
+    clients, _ = digits()
+    build, *settings = NETWORKS[kind]
+    works = [partial(fs.simulate, "fedavg", build(setting), clients, **OPTIONS) for setting in settings]
+    side = fs.Together()
+    found = side.play([partial(work, backend=side) for work in works])
+    assert (found[0].x - found[1].x).abs().max() > 1e-3
+    for result, work in zip(found, works):
+        torch.testing.assert_close(result.x, work(backend="sequential").x, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "frozen", "buffer", "number"])
+def test_networks_that_are_alike_share_programs(kind):
+    build, setting, _ = NETWORKS[kind]
+    side, loss = fs.Together(), fs.losses.cross_entropy
+    for _ in range(2):
+        side.oracle(VectorModel(build(setting), torch.float32), loss, None)
+    assert len(side._oracles) == 1
 
 
 @pytest.fixture
