@@ -135,7 +135,7 @@ class Experiment(BaseModel):
         stop = None if self.stop is None else Target(**self.stop.model_dump())
         plan = built["schedule"] or method.schedule
         who, resolved = inputs.participation(method, built["participation"], plan), steps.resolve(rule)
-        count = self._count()
+        count = self.count
         if count is not None and not method.pooled:
             who.check(count, self.rounds)
             resolved.check(count, self.rounds)
@@ -221,7 +221,8 @@ class Experiment(BaseModel):
         options = {"seed": seed} | self.partition.options
         return CHOICES["partition"][self.partition.name](dataset, **options), dataset.test, dataset.classes
 
-    def _count(self) -> int | None:
+    @property
+    def count(self) -> int | None:
         """How many clients there will be, where that is known beforehand."""
         part = self.data if self.data.name in FLEETS else self.partition
         count = None if part is None else part.options.get("clients")
@@ -231,7 +232,7 @@ class Experiment(BaseModel):
     def cohort(self) -> int | None:
         """How many clients train at a time, where that is known beforehand."""
         drawn = self.participation.options.get("n") if self.participation else None
-        return self._count() if drawn is None else inputs.whole("n", drawn)
+        return self.count if drawn is None else inputs.whole("n", drawn)
 
     def _model_options(self, shape: tuple[int, ...], classes: int) -> dict[str, Any]:
         """The model's own options, the seed of the run, and what the data say about shapes."""

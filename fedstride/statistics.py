@@ -87,7 +87,9 @@ class Comparison:
         if self.left_out:
             words.append(f"left out {_plural('seed', len(self.left_out))} {', '.join(map(str, self.left_out))}")
         if self.p_t is not None:
-            words.append(f"d = {self.effect:.2g}, p = {self.p_t:.2g} (paired t test)")
+            tested = f"d = {self.effect:.2g}, p = {self.p_t:.2g} (paired t test)"
+            equal = self.effect is not None and math.isinf(self.effect)
+            words.append("the same on every seed, of which a t test tells nothing" if equal else tested)
             least = f"at least {2 / 2**n:.2g} for {n} pairs" if n <= EXACT else "sampled"
             words.append(f"p = {self.p_flip:.2g} (sign flips, {least})")
         return "; ".join(words)

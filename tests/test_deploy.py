@@ -1,5 +1,7 @@
 """Deployment: the same run over Flower's messages gives the same model as the simulator."""
 
+import io
+import socket
 from functools import partial
 
 import numpy as np
@@ -11,10 +13,10 @@ import fedstride as fs
 from fedstride.algorithm import REGISTRY
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install fedstride[deploy]")
-from flwr.app import Error, Message  # noqa: E402
+from flwr.app import Array, Error, Message  # noqa: E402
 from standin import Standin, quick  # noqa: E402, F401
 
-from fedstride.deploy import apps, cli, keys, wire  # noqa: E402
+from fedstride.deploy import apps, cli, keys, roll, stack, wire  # noqa: E402
 from fedstride.deploy.server import serve  # noqa: E402
 
 CLIENTS = 4
@@ -99,6 +101,22 @@ def test_a_server_that_starts_again_goes_on(tmp_path):
     torch.testing.assert_close(result.x, whole.x, rtol=1e-12, atol=1e-14)
 
 
+def archive():
+    file = io.BytesIO()
+    np.savez(file, a=np.zeros(3))
+    return file.getvalue()
+
+
+def endless():
+    """The beginning of an array of petabytes."""
+    file, header = io.BytesIO(), {"descr": "<f4", "fortran_order": False, "shape": (10**15,)}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue()
+
+
+BYTES = {"no bytes": lambda: b"", "torn archive": lambda: b"PK\x03\x04garbage", "archive": archive, "endless": endless}
+
+
 def spoiled(kind, when=3):
     """One reply in the run goes wrong."""
     seen = {"train": 0}
@@ -109,8 +127,17 @@ def spoiled(kind, when=3):
         seen["train"] += 1
         if seen["train"] != when:
             return [reply, reply] if kind == "twice" else [reply]
+        if kind in BYTES:
+            vectors = reply.content.array_records["vectors"]
+            name, array = next(iter(vectors.items()))
+            vectors[name] = Array(dtype=array.dtype, shape=array.shape, stype=array.stype, data=BYTES[kind]())
+            return [reply]
         header, fields = wire.unpack(reply.content)
-        if kind == "nan":
+        if kind == "without loss":
+            del header["loss"]
+        elif kind == "loss of nan":
+            header["loss"] = float("nan")
+        elif kind == "nan":
             fields = {name: value * float("nan") for name, value in fields.items()}
         elif kind == "shape":
             fields = {name: value[:-1] for name, value in fields.items()}
@@ -134,7 +161,13 @@ def spoiled(kind, when=3):
     return spoil
 
 
-@pytest.mark.parametrize("kind", ["nan", "shape", "run", "steps", "field", "type", "short", "seconds", "loss"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "nan", "shape", "run", "steps", "field", "type", "short", "seconds", "loss", "without loss", "loss of nan",
+        *BYTES,
+    ],
+)  # fmt: skip
 def test_a_spoilt_reply_is_rejected_and_the_memory_stays(kind, tmp_path):
     experiment = description("scaffold", rounds=4)
     over, grid = deployed(experiment, tmp_path, spoil=spoiled(kind))
@@ -144,6 +177,78 @@ def test_a_spoilt_reply_is_rejected_and_the_memory_stays(kind, tmp_path):
     method, model, clients, _, settings = experiment.prepare()
     alone = fs.simulate(method, model, clients, **settings | {"participation": cohorts})
     torch.testing.assert_close(over.x, alone.x, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "facts, words",
+    [
+        ({"client": float("inf")}, "cannot convert float infinity"),
+        ({"client": 10**12}, "client 1000000000000 is not let in"),
+        ({"size": 2**62}, "client 3 is not let in: its number is 3 and it has 4611686018427387904 examples"),
+    ],
+)
+def test_a_node_that_says_impossible_things_of_itself_is_not_let_in(facts, words, tmp_path, capsys):
+    def spoil(grid, message, reply):
+        if message.metadata.message_type == "query" and message.metadata.dst_node_id == 103:
+            reply.content.config_records["header"].update(facts)
+        return [reply]
+
+    experiment = description("fedavg", steps=2, lr=0.1)
+    grid = Standin(experiment, CLIENTS, tmp_path / "nodes", spoil=spoil)
+    result = serve(experiment, grid, tmp_path / "run", "test", 3, timeout=60.0)
+    assert [row["clients"] for row in result.rows] == [3, 3, 3] and words in capsys.readouterr().err
+
+
+class Silent(Standin):
+    """A node that takes requests of a kind and never answers them."""
+
+    kind, node = "train", 103
+
+    def pull_messages(self, numbers):
+        def silent(message):
+            return message.metadata.message_type == self.kind and message.metadata.dst_node_id == self.node
+
+        return super().pull_messages([n for n in numbers if n in self.waiting and not silent(self.waiting[n])])
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "dlsgd-hetero", "fedbuff"])
+def test_a_silent_client_is_given_up_and_set_aside(method, tmp_path, capsys):
+    experiment = description(method, rounds=8)
+    grid = Silent(experiment, CLIENTS, tmp_path / "nodes")
+    result = serve(experiment, grid, tmp_path / "run", "test", CLIENTS, timeout=0.5)
+    assert result.status == "finished" and len(result.rows) == 8
+    said = capsys.readouterr().err
+    if method != "fedbuff":  # whose other clients may be done before the first half second is over
+        assert "not answered for 0.5 s" in said
+    if method in ("fedavg", "scaffold"):
+        assert said.count("not answered") == 3 and "client 3 has failed" in said
+
+
+def test_nodes_that_do_not_answer_a_greeting_keep_nobody_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(roll, "GREETED", 1)
+    monkeypatch.setattr(roll, "AGAIN", 0.2)
+    experiment = description("fedavg", steps=2, lr=0.1)
+    grid = Silent(experiment, CLIENTS, tmp_path / "nodes")
+    grid.kind, grid.node = "query", 100  # which is greeted first
+    result = serve(experiment, grid, tmp_path / "run", "test", 3, timeout=20.0)
+    assert [row["clients"] for row in result.rows] == [3, 3, 3]
+
+
+def test_ports_are_given_once():
+    assert len({stack.port() for _ in range(500)}) == 500
+
+
+def test_what_the_link_would_end_for_is_said_before(tmp_path):
+    with pytest.raises(fs.FedstrideError, match="nokeys has no ca.crt; `fedstride deploy keys` makes it"):
+        stack.Stack(tmp_path, 1, keys=tmp_path / "nokeys").__enter__()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        at = taken.getsockname()[1]
+        with pytest.raises(fs.FedstrideError, match=f"cannot listen on 127.0.0.1:{at}: .*choose another"):
+            stack.Stack(tmp_path, 1, at=at).__enter__()
+    with pytest.raises(fs.FedstrideError, match="cannot listen on 203.0.113.7:"):
+        stack.Stack(tmp_path, 1, host="203.0.113.7").__enter__()
 
 
 def test_a_reply_that_comes_twice_counts_once(tmp_path):
@@ -296,8 +401,9 @@ def test_a_node_with_data_of_its_own_needs_no_data_set(tmp_path, monkeypatch):
     torch.testing.assert_close(result.x, over.x, rtol=1e-12, atol=1e-14)
 
 
-def test_a_file_that_is_no_data_is_named(tmp_path):
-    (tmp_path / "x.npz").write_bytes(b"no")
+@pytest.mark.parametrize("content", [b"no", b"", b"PK\x03\x04garbage", archive(), archive()[:-30]])
+def test_a_file_that_is_no_data_is_named(content, tmp_path):
+    (tmp_path / "x.npz").write_bytes(content)
     with pytest.raises(fs.FedstrideError, match="x.npz is not an .npz file with the arrays inputs and targets"):
         apps.read(str(tmp_path / "x.npz"))
 

@@ -29,6 +29,15 @@ def folder(written, tmp_path, monkeypatch):
     return Path(shutil.copytree(written, tmp_path / "demo"))
 
 
+def test_a_timeline_in_which_nobody_shown_did_anything(tmp_path):
+    """Of a hundred clients the first sixty are drawn."""
+    base = {"partition": {"name": "iid", "clients": 100}, "world": {"devices": 0.01}, "rounds": 1, "steps": 1}
+    fs.Study(base | {"participation": {"name": "uniform", "n": 1}, "seed": 1}).play(tmp_path)
+    (jobs,) = (tmp_path / "fedavg").glob("*/timeline.jsonl")
+    assert min(map(int, re.findall(r'"client": (\d+)', jobs.read_text()))) >= 60
+    assert report.write(tmp_path).exists()
+
+
 def text(folder, target=None):
     return report.write(folder, target).read_text()
 

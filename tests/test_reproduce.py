@@ -101,6 +101,15 @@ def test_side_by_side_gives_the_same(tmp_path):
         assert one.values("a", column) == two.values("a", column)
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_cells_with_the_same_experiment_do_not_meet_in_one_folder(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(play, "able", lambda runs: gpu)
+    monkeypatch.setattr(fs.together.Compiled, "descend_all", lambda self, requests: False)
+    item = table(Cell("a", "one", small()), Cell("a", "other", small()), Cell("a", "third", small("scaffold")))
+    found = play.play(item, tmp_path / "found.json", tmp_path / "runs", 1, jobs=2)
+    assert found.values("a", "one") == found.values("a", "other") and found.done == 3
+
+
 @pytest.mark.slow
 def test_a_single_missing_run_is_compiled_too_where_several_would_be(tmp_path, monkeypatch):
     monkeypatch.setattr(play, "able", lambda runs: True)  # as on a GPU
@@ -270,7 +279,29 @@ def test_most_of_them_diverged(tmp_path):
     put(found, cell, [0.5])
     for seed in (1, 2):
         found.add(cell, {}, store.at(cell, {}, seed), Run(seed, [row(0.1)], "diverged"), 0.1, "vmap")
-    assert shown(found, cell, found.item.measures[0]) == "most diverged (1 of 3 runs)"
+    assert shown(found, cell, found.item.measures[0]) == "50.00 (1 of 3 runs, 2 diverged)"
+
+
+def test_where_runs_ended_that_did_not_arrive(tmp_path):
+    """Neither those that arrived nor those that diverged say anything about it."""
+    measure = rounds_to(0.8)
+    cell = Cell("a", "x", small(), {measure.name: 40})
+
+    def text(*ends):
+        found = Found(table(cell, measures=(measure,)), tmp_path / f"{len(list(tmp_path.iterdir()))}.json")
+        for seed, (last, accuracy, status) in enumerate(ends):
+            rows = [row(accuracy if at == last else 0.1, at) for at in range(1, last + 1)]
+            found.add(cell, {}, store.at(cell, {}, seed), Run(seed, rows, status), 0.1, "vmap")
+        return shown(found, cell, measure), ratio(found, cell, measure)
+
+    arrived, short, broken = (10, 0.9, "stopped"), (200, 0.1, "finished"), (3, 0.1, "diverged")
+    assert text(arrived, short) == ("> 200 (1 of 2 runs)", None)
+    assert text(broken, short) == ("> 200 (2 runs, 1 diverged)", None)
+    assert text(arrived, broken) == ("10 (1 of 2 runs, 1 diverged)", None)
+    assert text(arrived, arrived, broken) == ("10 (2 of 3 runs, 1 diverged)", 0.25)
+    assert text(broken, broken) == ("diverged (2 runs)", None)
+    assert text(short) == ("> 200", None) and text(broken) == ("diverged", None)
+    assert text((10, 0.9, "stopped"), (10, 0.9, "stopped"), (40, 0.9, "stopped"))[1] == 0.5  # of the mean that is shown
 
 
 def test_nothing_of_a_run_is_left_for_a_later_version_to_take_up(tmp_path):

@@ -167,7 +167,7 @@ def test_only_common_seeds_count_and_pairs_go_by_seed():
     assert got.seeds == (0, 1) and got.left_out == (2, 3, 9)
     assert got.differences == pytest.approx((0.1, 0.1))
     assert got.effect == math.inf and got.p_t == 0 and got.p_flip == 0.5
-    assert "2 common seeds; left out seeds 2, 3, 9" in got.text()
+    assert "2 common seeds; left out seeds 2, 3, 9; the same on every seed, of which" in got.text()
 
 
 def test_diverged_runs_lose_but_make_no_difference():

@@ -132,6 +132,15 @@ def test_sums_travel_and_not_vectors(everybody, monkeypatch):
     assert sum(came) == 2 * (40 * 31 + 2 * 31)
 
 
+@pytest.mark.parametrize("name", ["fedexp", "fednova"])
+def test_an_asynchronous_run_diverges_with_workers_as_without(everybody, name):
+    """Methods whose uploads have single numbers beside the vectors."""
+    alone, shared = (
+        Quadratics().run(name, lr=1e300, rounds=6, workers=pool, **BUFFERED) for pool in (None, some(everybody, 2))
+    )
+    assert alone.status == shared.status == "diverged" and len(alone.rows) == len(shared.rows)
+
+
 @pytest.mark.parametrize("settings", [{}, BUFFERED], ids=["sync", "buffered"])
 @pytest.mark.parametrize("first", ["workers", "alone"])
 def test_resume_with_and_without_workers(everybody, tmp_path, settings, first):

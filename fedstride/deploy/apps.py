@@ -42,8 +42,8 @@ def read(path: str) -> tuple[Any, Any]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return arrays["inputs"], arrays["targets"]
-    except (OSError, KeyError, ValueError) as error:
-        raise FedstrideError(f"{path} is not an .npz file with the arrays inputs and targets: {error}") from None
+    except Exception as error:  # a damaged file brings many kinds
+        raise FedstrideError(f"{path} is not an .npz file with the arrays inputs and targets: {error!r}") from None
 
 
 def _loaded(path: str) -> tuple[Any, Any]:

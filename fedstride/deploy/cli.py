@@ -32,7 +32,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Send in the clear, a
 def local(items: Items = None, out: Home = Path("runs/deploy"), timeout: Timeout = 600.0) -> None:
     """Server and clients on this machine, one process each, as many as the partition has clients."""
     experiment = _experiment(items)
-    clients = None if experiment.partition is None else experiment.partition.options.get("clients")
+    clients = experiment.count
     if not clients:
         raise FedstrideError("deploy local needs a partition with a number of clients, such as partition.clients=3")
 

@@ -5,6 +5,7 @@ and plays the buffers of the schedule itself: the receive buffer is the newest m
 send buffer holds replies that nobody has drawn yet.
 """
 
+import math
 import sys
 import time
 from collections import deque
@@ -51,12 +52,12 @@ class Network:
         plan: Plan,
         x: Tensor,
         run: str,
-        expected: dict[str, dict[str, int]],
+        expected: dict[str, tuple[dict[str, int], bool]],
         timeout: float,
     ):
         self._grid, self.roll, self.plan, self._x, self._run, self._timeout = grid, roll, plan, x, run, timeout
         self._method, self._schedule, self._seed, self._half = plan.algorithm, plan.schedule, plan.seed, plan.wire.half
-        largest = max(sum(lengths.values()) for lengths in expected.values()) * x.element_size()
+        largest = max(sum(lengths.values()) for lengths, _ in expected.values()) * x.element_size()
         self._at_once = max(1, ROOM // max(1, largest))
         self._origin = time.monotonic()
         self.sent = 0
@@ -65,7 +66,7 @@ class Network:
         self._accepted: dict[int, str] = {}  # client -> the last job whose upload was used
         self._durable: dict[int, str] = {}  # the same, as the last checkpoint has it
         self._strikes: dict[int, int] = {}  # failures and rejected uploads in a row
-        self._expected = expected  # exchange -> the fields of its uploads and their lengths
+        self._expected = expected  # exchange -> the fields of its uploads and their lengths, and whether it has a loss
         self._under_way: dict[str, Sent] = {}  # by Flower's message id
         self._gone: list[tuple[Job, str]] = []
         self._rejections = 0
@@ -104,8 +105,7 @@ class Network:
             late = sorted(sent.header["client"] for sent in self._under_way.values())
             if late and self.now > until:
                 _say(f"clients {late} have not answered for {self._timeout:g} s; the round goes on without them")
-                self._gone += [(self._job(sent), "lost") for sent in self._under_way.values()]
-                self._under_way.clear()
+                self._give_up(list(self._under_way))
             elif late or work:
                 time.sleep(POLL)
         good = answered & set(self._accepted) if exchange.insist else answered
@@ -143,6 +143,11 @@ class Network:
                 yield _counted(answers, draws.pop(client, 1))
                 # A rejected update does not count as an arrival, unless the server asked for it by name.
                 missing -= 1 if drawing else 1 - (self._rejections - before)
+            silent = [number for number, sent in self._under_way.items() if self.now - sent.at > self._timeout]
+            for client in self._give_up(silent):
+                _say(f"client {client} has not answered for {self._timeout:g} s; the server goes on without it")
+                self._retry.add(client)
+                missing -= draws.pop(client, 0) > 0
             for client in [client for client in draws if client not in self.here]:
                 draws.pop(client)
                 missing -= 1
@@ -253,7 +258,7 @@ class Network:
 
     def _read(self, content: Any, sent: Sent) -> Answers:
         """A reply as an answer; what is not of the right form becomes an upload that is not finite, and is rejected."""
-        asked, expected = sent.header, self._expected[self._place(sent.header)]
+        asked, (expected, trained) = sent.header, self._expected[self._place(sent.header)]
         try:
             header, fields = wire.unpack(content)
             told = {name: header.get(name) for name in ECHO}
@@ -265,11 +270,12 @@ class Network:
             steps, seconds, loss = int(header["steps"]), float(header["seconds"]), float(header.get("loss", 0.0))
             if not 1 <= steps <= asked["steps"] or not 0 <= seconds < float("inf"):
                 raise FedstrideError(f"it claims {steps} steps of {asked['steps']} in {seconds} s")
-            trained = "loss" in header
+            if ("loss" in header) != trained or math.isnan(loss):
+                raise FedstrideError(f"it tells a loss of {header.get('loss')}")
         except (FedstrideError, KeyError, TypeError, ValueError, OverflowError) as error:
             _say(f"the reply of client {asked['client']} is refused: {error}")
             fields = {name: torch.full((length,), float("nan")) for name, length in expected.items()}
-            steps, seconds, loss, trained = asked["steps"], 0.0, float("nan"), asked["trains"]
+            steps, seconds, loss = asked["steps"], 0.0, float("nan")
         columns = (
             asked["client"], asked["version"], asked["repeat"], asked["target"], steps, asked["lr"], sent.times
         )  # fmt: skip
@@ -300,6 +306,14 @@ class Network:
             self._strike(client)
             self._rejections += 1
             self.refused.add(client)
+
+    def _give_up(self, numbers: list[str]) -> list[int]:
+        """Requests that are not answered; whose they were."""
+        silent = [self._under_way.pop(number) for number in numbers]
+        self._gone += [(self._job(sent), "lost") for sent in silent]
+        for sent in silent:
+            self._strike(sent.header["client"])
+        return [sent.header["client"] for sent in silent]
 
     def _strike(self, client: int) -> None:
         self._strikes[client] = self._strikes.get(client, 0) + 1

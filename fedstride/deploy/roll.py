@@ -27,7 +27,7 @@ class Roll:
         self.sizes: dict[int, int] = {}  # everybody's number of examples, also of those who have left
         self.strange: set[int] = set()  # clients with data of their own, which the server does not have
         self._facts: dict[int, tuple[int, int]] = {}  # node -> client and number of examples
-        self._asked: dict[str, int] = {}  # greetings under way -> node
+        self._asked: dict[str, tuple[int, float]] = {}  # greetings under way -> node, and when
         self._mute: dict[int, float] = {}  # nodes that could not answer -> when
         self._looked = -LOOK
         self._said: set[str] = set()
@@ -59,7 +59,13 @@ class Roll:
         self._facts = {node: facts for node, facts in self._facts.items() if node in there}
         self._mute = {node: at for node, at in self._mute.items() if node in there and now - at < AGAIN}
         self.nodes = {client: node for client, node in self.nodes.items() if node in there}
-        self._greet(sorted(there - set(self._facts) - set(self._mute) - set(self._asked.values())))
+        for number, (node, at) in list(self._asked.items()):
+            if now - at > AGAIN:  # or a few that do not answer would keep everybody else out
+                del self._asked[number]
+                self._mute[node] = now
+        self._greet(
+            sorted(there - set(self._facts) - set(self._mute) - {node for node, _ in self._asked.values()}), now
+        )
         self._listen(now)
         return [client for node, (client, size) in sorted(self._facts.items()) if self._enter(node, client, size)]
 
@@ -67,16 +73,17 @@ class Roll:
         """The client's node cannot be reached any more."""
         self._facts.pop(self.nodes.pop(client), None)
 
-    def _greet(self, new: list[int]) -> None:
+    def _greet(self, new: list[int], now: float) -> None:
         new = new[: GREETED - len(self._asked)]
         greeting = {"hello": True}
         requests = [Message(wire.pack(greeting, ()), dst_node_id=n, message_type="query", group_id="0") for n in new]
         if requests:
-            self._asked |= {number: node for number, node in zip(self._grid.push_messages(requests), new) if number}
+            numbers = self._grid.push_messages(requests)
+            self._asked |= {number: (node, now) for number, node in zip(numbers, new) if number}
 
     def _listen(self, now: float) -> None:
         for reply in self._grid.pull_messages(list(self._asked)) if self._asked else ():
-            node = self._asked.pop(reply.metadata.reply_to_message_id, None)
+            node, _ = self._asked.pop(reply.metadata.reply_to_message_id, (None, now))
             if node is None:
                 continue
             try:
@@ -86,7 +93,7 @@ class Roll:
                 self._facts[node] = int(facts["client"]), int(facts["size"])
                 if facts["own"]:
                     self.strange.add(int(facts["client"]))
-            except (FedstrideError, KeyError, TypeError, ValueError) as error:
+            except (FedstrideError, KeyError, TypeError, ValueError, OverflowError) as error:
                 self._mute[node] = now
                 self._say(f"client at node {node} failed: {error}")
 

@@ -33,6 +33,7 @@ from fedstride.timeline import Timeline
 from fedstride.vector import VectorModel
 from fedstride.wire import make as make_wire
 
+CLIENTS, EXAMPLES = 1_000_000, 1 << 40  # what numbers and sizes are believed: tables are made for them
 SETUP = {"backend": "flower", "clock": "wall-clock"}
 
 
@@ -150,8 +151,8 @@ def deployable(experiment: Experiment) -> Prepared:
     return prepared
 
 
-def _uploads(experiment: Experiment, prepared: Prepared) -> dict[str, dict[str, int]]:
-    """What the uploads of every exchange look like: the client half of the method, tried on two examples here."""
+def _uploads(experiment: Experiment, prepared: Prepared) -> dict[str, tuple[dict[str, int], bool]]:
+    """What the replies of every exchange look like: the client half of the method, tried on two examples here."""
     few = tuple(part[:2] for part in prepared.clients.data(0))
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -164,9 +165,9 @@ def _uploads(experiment: Experiment, prepared: Prepared) -> dict[str, dict[str, 
                     fleet=2, accepted="", durable="",
                 )  # fmt: skip
                 _, fields = wire.unpack(wire.pack({}, exchange.message(state)))
-                _, upload = node.answer(header, fields)
-                names = getattr(upload, "_fields", ())
-                found[f"{stage}.{number}"] = {name: value.numel() for name, value in zip(names, upload)}
+                reply, upload = node.answer(header, fields)
+                lengths = {name: value.numel() for name, value in zip(getattr(upload, "_fields", ()), upload)}
+                found[f"{stage}.{number}"] = lengths, "loss" in reply
     return found
 
 
@@ -181,7 +182,7 @@ def _hindrance(
     started: bool,
 ) -> str:  # fmt: skip
     """Why a client cannot take part; empty if it can."""
-    if client < 0 or size < 1:
+    if not 0 <= client < CLIENTS or not 1 <= size <= EXAMPLES:
         return f"its number is {client} and it has {size} examples"
     if listed and client >= listed:
         return f"steps or lr are listed for {listed} clients, from 0"

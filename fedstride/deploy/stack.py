@@ -38,11 +38,18 @@ MISSING = "Flower is not installed: pip install 'fedstride[deploy]'"
 PATIENCE = 90.0  # seconds for a process to be ready
 
 
+GIVEN: set[int] = set()  # ports that programs of ours are about to take
+
+
 def port() -> int:
-    """A free one."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A free one, which nobody was given before."""
+    while True:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            found = listener.getsockname()[1]
+        if found not in GIVEN:
+            GIVEN.add(found)
+            return found
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -92,7 +99,8 @@ class Stack:
     def __enter__(self) -> "Stack":
         home = self.folder / "flower"
         home.mkdir(parents=True, exist_ok=True)
-        here = f"127.0.0.1:{self.port}"
+        self._check()
+        here = f"{self._here}:{self.port}"
         trust = (
             "insecure = true" if self.keys is None else f"root-certificates = {json.dumps(str(self.keys / 'ca.crt'))}"
         )
@@ -150,16 +158,35 @@ class Stack:
 
     def start(self, number: int, data: Path | None = None) -> None:
         """A node on this machine."""
-        arguments = node(f"127.0.0.1:{self.port}", number, self.folder / "memory" / str(number), data, self.keys)
+        arguments = node(f"{self._here}:{self.port}", number, self.folder / "memory" / str(number), data, self.keys)
         self._open(f"node-{number}", *arguments)
+
+    @property
+    def _here(self) -> str:
+        """By what name this machine reaches the link."""
+        return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+
+    def _check(self) -> None:
+        """Refuse what the link would end for."""
+        for name in () if self.keys is None else ("ca.crt", "server.crt", "server.key"):
+            if not (self.keys / name).exists():  # type: ignore[operator]
+                raise FedstrideError(f"{self.keys} has no {name}; `fedstride deploy keys` makes it")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._here, self.port))
+            except OSError as error:
+                raise FedstrideError(
+                    f"the server cannot listen on {self.host}:{self.port}: {error.strerror or error}; choose another "
+                    "with --host and --port"
+                ) from None
 
     def _wait(self) -> None:
         start = time.monotonic()
         while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            if time.monotonic() - start > PATIENCE:
+            with suppress(OSError), socket.create_connection((self._here, self.port), 1):
+                return
+            if self.processes["link"].poll() is not None or time.monotonic() - start > PATIENCE:
                 raise FedstrideError(f"Flower's link did not come up; see {self.folder / 'link.log'}")
             time.sleep(0.2)
 

@@ -33,16 +33,18 @@ def pack(header: dict[str, Any], fields: Any, half: bool = False) -> RecordDict:
 
 def unpack(content: RecordDict) -> tuple[dict[str, Any], dict[str, Any]]:
     """Header and fields; refused in words where it is not of this form."""
+    fields: dict[str, Any] = {}
     try:
         header = dict(content.config_records["header"])
-        arrays = {name: array.numpy() for name, array in content.array_records["vectors"].items()}
-    except (KeyError, ValueError, TypeError, OSError, EOFError) as error:
+        for name, packed in content.array_records["vectors"].items():
+            array = packed.numpy()
+            if array.dtype not in (np.float16, np.float32, np.float64) or array.ndim != 1:
+                raise FedstrideError(f"the vector {name!r} has type {array.dtype} and shape {array.shape}")
+            fields[name] = torch.from_numpy(array.copy())
+    except FedstrideError:
+        raise
+    except Exception as error:  # whatever a stranger's bytes may bring
         raise FedstrideError(f"a message without header and vectors came: {error!r}") from None
-    fields: dict[str, Any] = {}
-    for name, array in arrays.items():
-        if array.dtype not in (np.float16, np.float32, np.float64) or array.ndim != 1:
-            raise FedstrideError(f"the vector {name!r} has type {array.dtype} and shape {array.shape}")
-        fields[name] = torch.from_numpy(array.copy())
     for name in [name for name in header if name.startswith(FIELD)]:
         fields[name.removeprefix(FIELD)] = header.pop(name)
     return header, fields

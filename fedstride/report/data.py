@@ -10,7 +10,7 @@ from fedstride.errors import FedstrideError
 from fedstride.report.findings import Findings, grouped
 from fedstride.report.sentences import scale, words
 from fedstride.runs import Record
-from fedstride.statistics import UNITS, Run, curve, summarise
+from fedstride.statistics import UNITS, Run, curve, lower_is_better, summarise
 from fedstride.timeline import Timeline
 
 POINTS = 400  # of a curve
@@ -31,7 +31,10 @@ def collect(records: list[Record], findings: Findings) -> dict[str, Any]:
         "clock": findings.clock,
         "ranking": findings.ranking,
         "references": findings.references,
-        "metrics": [{"name": name, "words": words(name), "scale": scale(name)} for name in findings.metrics],
+        "metrics": [
+            {"name": name, "words": words(name), "scale": scale(name), "lower": lower_is_better(name)}
+            for name in findings.metrics
+        ],
         "curves": {m: {u: lines for u, lines in by.items() if lines} for m, by in curves.items() if any(by.values())},
         "steps": {label: steps for label, record in shown.items() if (steps := _steps(record))},
         "timelines": {label: line for label, record in shown.items() if (line := _timeline(record))},

@@ -112,7 +112,7 @@ def _timeline(figure: Any, label: str, line: dict[str, Any], clock: str) -> None
     axes, beside = figure.subplots(1, 2, sharey=True, width_ratios=[6, 1])
     blues = matplotlib.colormaps["Blues"]
     jobs = [(*job, job[4] - 1 - job[3] if job[4] else 0) for job in line["jobs"]]
-    oldest = max(1, *(job[-1] for job in jobs))
+    oldest = max([1, *(job[-1] for job in jobs)])
     for fate in sorted({job[6] for job in jobs}):
         bars = [job for job in jobs if job[6] == fate]
         if fate == "used":

@@ -134,7 +134,7 @@ function curves(section) {
   const longest = Math.max(0, ...Object.values(lines).map((line) => line.x.at(-1)));
   let [low, high] = means.length ? [means[0], means.at(-1)] : [0, 1];
   // the steep beginning would flatten the rest: it enters from the edge
-  if (percent || !metric.name.endsWith("loss")) low = means[Math.floor(0.06 * means.length)] ?? low;
+  if (!metric.lower) low = means[Math.floor(0.06 * means.length)] ?? low;
   else high = means[Math.ceil(0.94 * means.length) - 1] ?? high;
   const margin = 0.05 * (high - low || 1);
   low -= margin; high += margin;
@@ -174,7 +174,7 @@ function curves(section) {
     guide.setAttribute("x2", sx(at));
     guide.setAttribute("visibility", "visible");
     const values = shown.map((label) => [label, value(lines[label], at)]).filter(([, found]) => found);
-    values.sort((a, b) => (metric.name.endsWith("loss") ? 1 : -1) * (a[1].mean - b[1].mean));
+    values.sort((a, b) => (metric.lower ? 1 : -1) * (a[1].mean - b[1].mean));
     say(event, progress.against === "rounds" ? `round ${at}` : number(at, 3) + unit[2], values.map(([label, { mean, half }]) => {
       const digits = percent ? 1 : 3;
       const text = (mean * metric.scale).toFixed(digits) + (half == null ? "" : PLUS_MINUS + (half * metric.scale).toFixed(digits));

@@ -68,10 +68,11 @@ def judge(found: Found) -> Verdict:
 
 def ratio(found: Found, cell: Cell, measure: Measure) -> float | None:
     """Ours over the printed number, where both are numbers."""
-    printed, ours = cell.printed.get(measure.name), found.middle(cell.row, cell.column, measure)
-    if printed is None or not math.isfinite(printed) or not math.isfinite(ours) or not printed:
+    printed, values = cell.printed.get(measure.name), list(found.values(cell.row, cell.column, measure).values())
+    if printed is None or not math.isfinite(printed) or not printed or not values:
         return None
-    return ours / printed
+    ours = _typical(values)
+    return ours / printed if math.isfinite(ours) else None
 
 
 def shown(found: Found, cell: Cell, measure: Measure) -> str:
@@ -80,23 +81,29 @@ def shown(found: Found, cell: Cell, measure: Measure) -> str:
     if not values:
         return ""
     good = [value for value in values if math.isfinite(value)]
-    if not good:
+    typical = _typical(values)
+    if len(good) < len(values):
         runs = found.best(cell)
         diverged = sum(run["status"] == "diverged" for run in runs)
-        end = "diverged" if diverged == len(runs) else f"> {_limit(runs, measure)}" if measure.unit else "none"
-        return end if len(values) == 1 else f"{end} ({len(values)} runs)"
-    if len(good) < len(values):
-        middle = float(np.median(values))
-        failed = f"> {_limit(found.best(cell), measure)}" if measure.unit else "most diverged"
-        return f"{measure.text(middle) if math.isfinite(middle) else failed} ({len(good)} of {len(values)} runs)"
-    mean, half = statistics.interval(good)
-    assert mean is not None
-    return measure.text(mean) + (f" ± {measure.text(half)}" if half is not None else "")
+        short = [
+            run[measure.unit] for run in runs if run["values"][measure.name] is None and run["status"] != "diverged"
+        ]
+        if math.isfinite(typical):
+            text = measure.text(typical)
+        elif measure.unit and short:  # where those ended that did not reach the target
+            text = f"> {np.median(short):,.0f}"
+        else:
+            text = measure.text(float(np.median(good))) if good else "diverged" if diverged else "none"
+        notes = [f"{len(good)} of {len(values)} runs" if good else f"{len(values)} runs"]
+        notes += [f"{diverged} diverged"] if diverged and text != "diverged" else []
+        return text if len(values) == 1 else f"{text} ({', '.join(notes)})"
+    half = statistics.interval(good)[1]
+    return measure.text(typical) + (f" ± {measure.text(half)}" if half is not None else "")
 
 
-def _limit(runs: list[dict], measure: Measure) -> str:
-    """Where runs that did not reach the target ended."""
-    return f"{np.median([run[measure.unit] for run in runs]):,.0f}"
+def _typical(values: list[float]) -> float:
+    """The mean, or, where runs failed, the median."""
+    return float(np.mean(values)) if all(map(math.isfinite, values)) else float(np.median(values))
 
 
 def _ask(holds, found: Found) -> bool | None:
@@ -135,7 +142,7 @@ def _compare(found: Found, row: str, measure: Measure, better: str, worse: str) 
     gains = [sign * ((_or(second[seed], failed)) - _or(first[seed], failed)) for seed in common]
     mean, half = statistics.interval(gains)
     assert mean is not None
-    sure = half is not None and abs(mean) > half
+    sure = bool(half) and abs(mean) > half  # type: ignore[operator]  # equal differences on a few seeds prove nothing
     return Ordering(row, measure, better, worse, "agrees" if mean > 0 else "disagrees" if mean < 0 else "tied", sure)
 
 

@@ -35,11 +35,6 @@ class Task(NamedTuple):
         point = [f"{key}={value}" for key, value in self.point.items()]
         return " ".join([self.cell.row, self.cell.column, *point]).strip() + f", seed {self.experiment.seed}"
 
-    @property
-    def place(self) -> tuple[str, str, str, int]:
-        """What tells it from the others."""
-        return self.cell.row, self.cell.column, json.dumps(self.point), self.experiment.seed
-
 
 class Ended(NamedTuple):
     """A run that is over."""
@@ -93,11 +88,11 @@ def _together(found: Found, folder: Path, seeds: int, watch: Watch, jobs: int) -
     together, busy = Together(), set()
 
     def work() -> None:
-        while task := next((task for task in missing(found, seeds) if task.place not in busy), None):
-            busy.add(task.place)
-            _add(
-                found, task, _run(task.experiment, folder, partial(watch, str(task), task.experiment), together), folder
-            )
+        while task := next((task for task in missing(found, seeds) if _folder(task.experiment) not in busy), None):
+            busy.add(_folder(task.experiment))
+            own = partial(watch, str(task), task.experiment)
+            _add(found, task, _run(task.experiment, folder, own, together), folder)
+            busy.discard(_folder(task.experiment))
 
     while any(missing(found, seeds)):  # some can be planned only when others are over
         together.play([work] * jobs)
@@ -110,13 +105,13 @@ def _side_by_side(found: Found, folder: Path, seeds: int, watch: Watch, jobs: in
     under_way: dict[Future[Ended], Task] = {}
     with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (threads,)) as pool:
         while True:
-            busy = {task.place for task in under_way.values()}
+            busy = {_folder(task.experiment) for task in under_way.values()}
             for task in missing(found, seeds):
                 if len(under_way) >= jobs:
                     break
-                if task.place not in busy:
+                if _folder(task.experiment) not in busy:
                     under_way[pool.submit(_run, task.experiment, folder)] = task
-                    busy.add(task.place)
+                    busy.add(_folder(task.experiment))
             if not under_way:
                 return
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:

@@ -147,9 +147,9 @@ class Cluster(Simulator):
         memory = [content.memory for content in contents] if contents[0].memory else ()
         chosen = [content for content in contents if content.used]
         size = sum(content.bytes for content in contents)
-        scalars = {name: torch.cat([content.scalars[name] for content in chosen]) for name in contents[0].scalars}
         if not chosen:
             return Reduced(used, size, {}, {}, {}), memory
+        scalars = {name: torch.cat([content.scalars[name] for content in chosen]) for name in chosen[0].scalars}
         replies = Replies(
             self._weights, self._d, self._by_weight, self._method.needs_rows, self._version, self._method.factor,
             self._device,

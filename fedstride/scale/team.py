@@ -16,6 +16,7 @@ from fedstride.scale.pool import PATIENCE, Pool
 from fedstride.scale.worker import Brief
 
 POLL = 0.5  # seconds between looks for workers that are late or back
+TRIES = 3  # to load a run
 LATE = (20.0, 5.0)  # seconds, and times what the others needed for the same work, after which a worker is late
 DEATHS = 3  # a worker may die so often in one exchange before the run is given up
 
@@ -52,7 +53,13 @@ class Team:
         # Workers that are not there, by what will be ready when they are.
         self._away = {worker: self._load(worker) for worker in range(len(pool))}
         self._told: dict[int, tuple[str, int]] = {}  # every worker's backend, and how many clients it trains together
+        self._deaths = dict.fromkeys(range(len(pool)), 0)  # while they made themselves ready
         while len(self._crew()) < len(pool):  # at the start, all
+            if dying := [worker for worker, times in self._deaths.items() if times >= TRIES]:
+                raise FedstrideError(
+                    f"worker {dying[0]} has died {TRIES} times while it loaded the run; is there memory for as many "
+                    "copies of the data as there are workers?"
+                )
             time.sleep(POLL / 5)
         self.backend, self.chunk = self._told[0][0], sum(chunk for _, chunk in self._told.values())
 
@@ -145,6 +152,7 @@ class Team:
                     self._told[worker] = get(ref)
                     del self._away[worker]
                 except RayActorError:
+                    self._deaths[worker] += 1
                     self._away[worker] = self._load(worker)
             if self.present:
                 return self.present
