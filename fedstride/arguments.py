@@ -34,8 +34,8 @@ def description(items: list[str] | None, seeds: str | None) -> dict[str, Any]:
             found.pop("methods", None)  # said on the command line, it is the one that is meant
         if dot and head not in found and head in defaults:
             found[head] = defaults[head]  # partition.clients=5 changes the default partition
-            if rest == "name" and value in CHOICES.get(head, {}):
-                allowed = known_options(head, value)[0]
+            if rest == "name":
+                allowed = known_options(head, value)[0] if value in CHOICES.get(head, {}) else ()
                 fields = defaults[head] if isinstance(defaults[head], dict) else {}
                 found[head] = {key: given for key, given in fields.items() if key in allowed}
         found = override(found, path, value)

@@ -3,6 +3,7 @@
 Exit codes: 0 done, 2 bad input, 3 every run diverged, 130 Ctrl-C.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -79,7 +80,9 @@ def sweep(
     """Try every point of a grid over any fields and name the best by a metric."""
     given = description(items, seeds)
     for text in over or []:
-        path, values = text.partition("=")[::2]
+        path, equals, values = text.partition("=")
+        if not equals:
+            raise FedstrideError(f"--over needs a field and its values, such as lr=0.01,0.1, not {text!r}")
         given.setdefault("grid", {})[path] = [parse_override(f"v={value}")[1] for value in values.split(",")]
     grid = given.get("grid")
     if not isinstance(grid, dict) or not grid:
@@ -91,7 +94,7 @@ def sweep(
 
 @app.command()
 def reproduce(
-    what: Annotated[str | None, typer.Argument(metavar="PAPER[/ITEM]", help="Such as dlsgd, or dlsgd/table2.")] = None,
+    what: Annotated[str | None, typer.Argument(metavar="PAPER[/ITEM]", help="Such as o1t, or o1t/figure2.")] = None,
     scale: Annotated[
         str, typer.Option(help="smoke: seconds; cpu: a stated reduction; full: the paper's setting.")
     ] = "cpu",
@@ -183,7 +186,9 @@ def _study(
 
     study = Study.parse(description)
     stem = next((Path(item).stem for item in items or [] if item.endswith(".toml")), study.base.data.name)
-    folder = out or Path("runs") / f"{command}-{stem}"
+    base = Path("runs") / f"{command}-{stem}"
+    others = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
+    folder = out or next(place for place in itertools.chain((base,), others) if study.fits(place))
     with live(study, json_) as (watch, done), tracker(track, folder) as follow:
 
         def both(plan: Planned, row: dict[str, Any]) -> None:

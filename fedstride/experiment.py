@@ -101,6 +101,10 @@ class Experiment(BaseModel):
         """From a nested dict; a mistake is one sentence that says where it is and what would be right."""
         if not isinstance(description, dict) or not all(isinstance(key, str) for key in description):
             raise FedstrideError(f"the description must be a table of fields, not {str(description)[:80]!r}")
+        if several := [name for name in ("methods", "seeds", "grid") if name in description]:
+            raise FedstrideError(f"a description with {' and '.join(several)} is a study: fs.Study reads and plays it")
+        if isinstance(description.get("metrics"), str):
+            description = description | {"metrics": [description["metrics"]]}
         return cls(**description)
 
     @classmethod

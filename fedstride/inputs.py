@@ -73,7 +73,10 @@ def budget(seconds: Any, world: Any, method: Algorithm) -> float:
     if method.pooled:
         raise FedstrideError(f"{method.name} takes no virtual time, so seconds cannot end it; give rounds alone")
     if world is None:
-        raise FedstrideError("seconds need a world in which work takes time, such as fs.World(devices=0.01)")
+        raise FedstrideError(
+            "seconds need a world in which work takes time, such as fs.World(devices=0.01), in a description "
+            "world.devices=0.01"
+        )
     if real("seconds", seconds) <= 0:
         raise FedstrideError(f"seconds must be positive, not {seconds!r}")
     return float(seconds)
@@ -169,7 +172,10 @@ def check_time(method: Algorithm, world: Any, schedule: Schedule, pace: Pace) ->
     """Refuse time that the method or the fleet cannot live with."""
     deadline = schedule if isinstance(schedule, Deadline) else None
     if deadline is not None and world is None:
-        raise FedstrideError("a deadline needs a world in which work takes time, such as fs.World(devices=0.01)")
+        raise FedstrideError(
+            "a deadline needs a world in which work takes time, such as fs.World(devices=0.01), in a description "
+            "world.devices=0.01"
+        )
     if deadline is not None and deadline.seconds < pace.quickest:
         raise FedstrideError(
             f"a deadline of {deadline.seconds:g} s is too short: the fastest client needs {pace.quickest:g} s for one "

@@ -108,6 +108,10 @@ def per_example(
 
 def check_scalar(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
     """Refuse a loss that does not give one number for these outputs and targets."""
+    if not callable(loss) or isinstance(loss, type):
+        raise FedstrideError(
+            f"loss must be a function (outputs, targets), such as fs.losses.cross_entropy, not {loss!r}"
+        )
     try:
         value = loss(outputs, targets)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:

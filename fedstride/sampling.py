@@ -113,8 +113,10 @@ class Sampler:
             chosen = np.asarray(self.sampling(int(client), int(version), int(step))).reshape(-1)
             n = int(self.clients.sizes[client])
             if len(chosen) == 0 or chosen.dtype.kind not in "iu" or chosen.min() < 0 or chosen.max() >= n:
+                whole = chosen.dtype.kind in "iu"
+                wrong = [one for one in chosen.tolist() if not whole or not 0 <= one < n]
                 raise FedstrideError(
-                    f"sampling({client}, {version}, {step}) gave {chosen.tolist()[:5]}; "
+                    f"sampling({client}, {version}, {step}) gave {wrong[:5]}; "
                     f"client {client} needs at least one index from 0 to {n - 1}"
                 )
             lists.append(chosen + self.clients.offsets[client])

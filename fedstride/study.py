@@ -112,6 +112,14 @@ class Study:
         fields |= {"seeds": self.seeds, "methods": list(self.methods)}
         return fields | ({"grid": self.grid} if self.grid else {})
 
+    def fits(self, folder: Path) -> bool:
+        """Whether a folder can take its runs: it is new, or holds the same study."""
+        try:
+            self._joined(folder / "study.toml")
+        except FedstrideError:
+            return False
+        return True
+
     def _joined(self, path: Path) -> dict[str, Any]:
         """The description to store: this study, and what the folder holds of the same experiment already."""
         mine = self.dump()
@@ -122,7 +130,7 @@ class Study:
             if stored.get(key) != mine.get(key):
                 raise FedstrideError(
                     f"{path.parent} holds another study: its {key} is {stored.get(key)!r}, not {mine.get(key)!r}; "
-                    "choose another folder"
+                    "choose another folder (--out)"
                 )
         old, seeds = stored.get("methods", []), stored.get("seeds", [])
         known = [_entry(method) for method in old]
@@ -162,6 +170,12 @@ class Study:
         Workers take whole runs as long as there is one for each of them; they share the cohorts of the runs left over.
         """
         root = Path(folder)
+        seen = set()
+        for plan in self.plans:  # mistakes come out before the first run
+            key = json.dumps(plan.experiment.dump() | {"seed": 0})
+            if key not in seen:
+                plan.experiment.prepare()
+            seen.add(key)
         whole_study = self._joined(root / "study.toml")
         states = [_state(root / plan.folder, plan.experiment) for plan in self.plans]
         for plan, state in zip(self.plans, states):
@@ -169,12 +183,6 @@ class Study:
                 raise FedstrideError(
                     f"{root / plan.folder} holds an unfinished run; go on with resume (--resume), or choose another"
                 )
-        seen = set()
-        for plan in self.plans:  # mistakes come out before the first run
-            key = json.dumps(plan.experiment.dump() | {"seed": 0})
-            if key not in seen:
-                plan.experiment.prepare()
-            seen.add(key)
         _write(root / "study.toml", whole_study)
         missing = [plan for plan, state in zip(self.plans, states) if state != "complete"]
         alone = workers is not None or len(missing) < 2

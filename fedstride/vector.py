@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as trees
 
 from fedstride.errors import FedstrideError
@@ -105,6 +106,10 @@ class VectorModel:
                     f"layer {name!r} is a BatchNorm with running statistics, which belong to no single client; use "
                     "GroupNorm, or track_running_stats=False"
                 )
+        if any(is_lazy(parameter) for parameter in module.parameters()):
+            raise FedstrideError("the model has lazy layers without shapes; run an example through it first")
+        if dtype != torch.float64 and any(parameter.dtype == torch.float64 for parameter in module.parameters()):
+            raise FedstrideError(f"the model is in float64 and would train in {dtype}; pass dtype=torch.float64")
         self.original = module
         self.dtype = dtype
         self.module = _swap(copy.deepcopy(module)).to(device, KEPT[dtype]).train()

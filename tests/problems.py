@@ -71,7 +71,8 @@ class Quadratics:
             loss=fs.losses.least_squares, rounds=250, lr=LR, steps=STEPS, batch_size=None, weights="data",
             dtype=torch.float64, device="cpu",
         )  # fmt: skip
-        return fs.simulate(algorithm, self.model(), self.clients, **(settings | changes))
+        settings |= changes
+        return fs.simulate(algorithm, self.model().to(settings["dtype"]), self.clients, **settings)
 
     def distance(self, result: fs.Result, point: np.ndarray) -> float:
         return float(np.linalg.norm(result.x.cpu().numpy() - point))

@@ -353,6 +353,31 @@ def test_sweep_names_the_best(tmp_path, fedstride):
     assert json.loads(again.out)["best"].endswith("lr=0.3")
 
 
+def test_without_out_every_study_gets_its_own_folder(tmp_path, fedstride):
+    for lr, folder in ((0.1, "run-digits"), (0.2, "run-digits-2"), (0.1, "run-digits"), (0.3, "run-digits-3")):
+        assert f"results in runs/{folder}\n" in fedstride("run", "rounds=1", f"lr={lr}").out
+    refused = fedstride("run", "rounds=1", "lr=-1", "--out", "runs/run-digits", code=2)
+    assert "lr must be positive" in refused.err  # what is wrong with it comes before where it goes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("run", "steps.name=gausian"), "unknown steps 'gausian'; did you mean 'gaussian'?"),
+        (("run", "seconds=3"), "in a description world.devices=0.01"),
+        (("sweep", "--over", "lr"), "--over needs a field and its values, such as lr=0.01,0.1, not 'lr'"),
+    ],
+)
+def test_mistakes_on_the_command_line_say_what_is_meant(arguments, words, fedstride):
+    assert words in " ".join(fedstride(*arguments, code=2).err.split())
+
+
+def test_a_study_is_not_an_experiment_and_one_metric_is_a_list_of_one():
+    with pytest.raises(fs.FedstrideError, match="a description with methods and seeds is a study: fs.Study reads"):
+        Experiment.parse({"seeds": 3, "methods": ["fedavg"]})
+    assert Experiment.parse({"metrics": "top5"}) == Experiment.parse({"metrics": ["top5"]})
+
+
 def test_a_point_with_diverged_runs_is_not_the_best(tmp_path):
     rows = {"round": 1, "seconds": 0.0, "steps": 1, "bytes_up": 1, "bytes_down": 1}
     good, weak = ({"accuracy": value} | rows for value in (0.9, 0.2))

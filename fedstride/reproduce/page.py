@@ -22,8 +22,8 @@ median and how many did not; for a way to a target also the ratio to the printed
 setting, "cpu" a reduction that is stated; the first table counts every item at the largest scale that ran. An ordering
 is a pair of methods in one row that the paper puts in an order, by its numbers or its words; *sure* means that the
 interval of the difference over seeds leaves zero out, which a single seed cannot show; a run that did not arrive or
-diverged counts there as if it had needed twice the longest of the others, or had half the least. Claims that compare numbers
-compare medians; claims about curves are judged at the sixty or so rounds that are kept. Items and claims marked
+diverged counts there as if it had needed twice the longest of the others, or had half the least. Claims that compare
+numbers compare medians; claims about curves are judged at the sixty or so rounds that are kept. Items and claims marked
 *(ours)* are not in the papers and stand outside the first table.
 """
 
