@@ -143,11 +143,16 @@ class Network:
                 yield _counted(answers, draws.pop(client, 1))
                 # A rejected update does not count as an arrival, unless the server asked for it by name.
                 missing -= 1 if drawing else 1 - (self._rejections - before)
-            silent = [number for number, sent in self._under_way.items() if self.now - sent.at > self._timeout]
-            for client in self._give_up(silent):
+            silent = [
+                number
+                for number, sent in self._under_way.items()
+                if sent.header["client"] in draws and self.now - sent.at > self._timeout
+            ]
+            for client in self._give_up(silent):  # who was not drawn may take as long as it likes
                 _say(f"client {client} has not answered for {self._timeout:g} s; the server goes on without it")
                 self._retry.add(client)
-                missing -= draws.pop(client, 0) > 0
+                del draws[client]
+                missing -= 1
             for client in [client for client in draws if client not in self.here]:
                 draws.pop(client)
                 missing -= 1
