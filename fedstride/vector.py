@@ -29,6 +29,7 @@ from fedstride.keys import fold
 # The type a module computes in -> that of weights and data.
 KEPT = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bfloat16: torch.float32}
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)  # settings that text tells
+EVERY = frozenset(vars(nn.Module()))  # attributes that all modules have
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
@@ -69,11 +70,13 @@ def _swap(module: nn.Module) -> nn.Module:
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of one module that are neither torch's own nor tensors that it has registered."""
-    return ((key, value) for key, value in vars(module).items() if not key.startswith("_") and key != "training")
+    """The attributes of one module that not every module has."""
+    return ((key, value) for key, value in vars(module).items() if key not in EVERY)
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, nn.Parameter):  # it is registered, too
+        return "parameter"
     if isinstance(value, Tensor):
         return hashlib.sha256(_bytes(value)).hexdigest()[:16]
     if isinstance(value, (list, tuple)):

@@ -87,10 +87,11 @@ class Scaled(nn.Module):
         if kind == "buffer":
             self.register_buffer("factor", torch.tensor(factor))
         else:
-            self.factor = factor if kind == "number" else lambda: factor
+            self._own = factor if kind == "number" else lambda: factor
 
     def forward(self, inputs):
-        factor = self.factor() if callable(self.factor) else self.factor
+        factor = self.factor if hasattr(self, "factor") else self._own
+        factor = factor() if callable(factor) else factor
         return factor * self.inner(inputs)
 
 
