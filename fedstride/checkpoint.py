@@ -15,7 +15,8 @@ from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import safetensors
 import safetensors.torch
@@ -27,7 +28,7 @@ from fedstride.errors import FedstrideError
 from fedstride.simulator import Simulator
 
 FORMAT = 2
-BUDGET = 20  # a checkpoint is due when this many times its own duration has passed: at most 5 % of a run
+BUDGET = 20  # a checkpoint is due when this many times its duration has passed: at most 5 % of the time
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -101,6 +102,8 @@ class Lines:
 class Folder:
     """The folder of one run."""
 
+    _open: ClassVar[WeakSet["Folder"]] = WeakSet()  # of all runs of this process, which wait while one of them writes
+
     def __init__(self, path: str | os.PathLike, identity: dict[str, Any], resume: bool):
         self.path = Path(path)
         self._rows, self._timeline = Lines(self.path / "rows.jsonl"), Lines(self.path / "timeline.jsonl")
@@ -116,6 +119,7 @@ class Folder:
                     f"{self._stored['round']}); pass resume=True to go on with it, or choose another folder"
                 )
             self._check_identity()
+        self._open.add(self)
 
     def _read(self) -> dict:
         path = self.path / "run.json"
@@ -203,7 +207,7 @@ class Folder:
 
     def due(self) -> bool:
         """Whether it is time for a checkpoint."""
-        return time.monotonic() - self._saved_at > BUDGET * self._cost
+        return time.monotonic() - self._saved_at > BUDGET * sum(folder._cost for folder in self._open)
 
     def save(self, run: Run, transport: Simulator, setup: dict[str, Any]) -> None:
         """Write a checkpoint and remove the one before."""

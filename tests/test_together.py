@@ -1,6 +1,7 @@
 """Runs whose cohorts train as one: each gives what it gives alone."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from problems import digits
 from torch import nn
 
 import fedstride as fs
-from fedstride import study, together
+from fedstride import checkpoint, study, together
 from fedstride.vector import VectorModel
 
 OPTIONS = dict(batch_size=4, dtype=torch.float64, rounds=3, lr=0.1, steps=[1, 4, 2, 5, 3, 1])
@@ -155,6 +156,33 @@ def test_an_error_of_one_run_lets_the_others_end(uncompiled):
     with pytest.raises(ValueError, match="enough"):
         together.play([bad, good])
     assert len(ended[0].rows) == 3
+
+
+def test_checkpoints_of_runs_side_by_side_share_their_budget(monkeypatch, tmp_path, uncompiled):
+    """While one run writes, the others wait: five per cent of each would be twenty of four (here twenty and 45)."""
+    clients, _ = digits()
+    now, writing, whole = [0.0], [0.0], checkpoint.write_whole
+
+    def write(path, data):
+        whole(path, data)
+        if path.suffix == ".safetensors":
+            now[0] += 1
+            writing[0] += 1
+
+    def progress(row):
+        now[0] += 0.25  # a second for a round of all four
+
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(checkpoint, "write_whole", write)
+    monkeypatch.setattr(checkpoint, "BUDGET", 5)
+    options = OPTIONS | dict(rounds=60, steps=1, batch_size=1, every=60, progress=progress)
+    side = fs.Together()
+    side.play([
+        partial(fs.simulate, "fedavg", fs.models.make("mlp"), clients, backend=side, folder=tmp_path / name, **options)
+        for name in "abcd"
+    ])  # fmt: skip
+    again = writing[0] - 8  # every run writes one in its first round and one at its end
+    assert 0.1 < again / now[0] < 0.2
 
 
 def test_large_groups_are_cut():
