@@ -110,6 +110,13 @@ def known_options(slot: str, name: str) -> tuple[dict[str, Any], list[str]]:
     return allowed | ({"seed": 0} if slot == "model" else {}), needed
 
 
+def shown_options(slot: str, name: str) -> str:
+    """The options of a choice as one would write them; those without a value must be given."""
+    allowed, needed = known_options(slot, name)
+    shown = [key if key in needed else f"{key}={default}" for key, default in allowed.items() if key not in AUTOMATIC]
+    return ", ".join(shown)
+
+
 def choice(slot: str) -> Any:
     """A field whose value is one of the choices of a slot."""
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fedstride import __version__
 from fedstride.arguments import Items, description, method
-from fedstride.choices import CHOICES
+from fedstride.choices import CHOICES, shown_options
 from fedstride.deploy import cli as deploy
 from fedstride.errors import FedstrideError, unknown
 from fedstride.scale import Pool
@@ -42,7 +42,7 @@ def run(
     items: Items = None, out: Out = None, seeds: Seeds = None, resume: Resume = False, json_: Json = False,
     track: Track = None, workers: Workers = None, ray: RayAddress = None,
 ) -> None:  # fmt: skip
-    """Run one experiment, on one seed or several."""
+    """Run an experiment, on one seed or several; of a file with several methods, each of them."""
     end(_study(description(items, seeds), "run", items, out, resume, json_, track, _pool(workers, ray))[1])
 
 
@@ -137,7 +137,7 @@ def report(
 
 @app.command("list")
 def list_(what: Annotated[str | None, typer.Argument(help=f"One of {', '.join(CHOICES)}.")] = None) -> None:
-    """What can be chosen: methods, data, partitions, models, schedules, ..."""
+    """What can be chosen, and with which options: methods, data, partitions, models, schedules, ..."""
     if what is not None and what.rstrip("s") not in CHOICES and what not in CHOICES:
         raise FedstrideError(unknown("list", what, list(CHOICES)))
     console = Console(highlight=False, markup=False)
@@ -146,8 +146,8 @@ def list_(what: Annotated[str | None, typer.Argument(help=f"One of {', '.join(CH
             continue
         table = Table("name", "", title=slot, title_justify="left", box=None, show_header=False)
         for name, kind in sorted(choices.items()):
-            text = (kind.__doc__ or "").strip().splitlines() if callable(kind) else []
-            table.add_row(name, text[0] if text and slot not in ("data", "loss") else "")
+            text = "" if slot in ("data", "loss") else (kind.__doc__ or "").strip().partition("\n")[0]
+            table.add_row(name, "\n".join(filter(None, (text, shown_options(slot, name)))))
         console.print(table)
 
 

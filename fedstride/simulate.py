@@ -106,6 +106,9 @@ def simulate(
     guard: fs.guards.Norms(bound, times) rejects uploads that are too long; robust: fs.robust.TrimmedMean(share) or
         .Median() in place of means; privacy: fs.privacy.Gaussian(clip, noise, delta). See docs/guards.md.
     test, every, metrics: evaluate the global model every so many rounds; train_loss adds the loss over all clients.
+    stop: fs.Target(accuracy, loss, train_loss) ends the run with the first round that meets all that is given.
+    seed: of all that is drawn; the same seed gives the same run. The model's first weights are the caller's.
+    device: "auto" (a GPU if there is one), or as torch names it: "cpu", "cuda", "cuda:1".
     backend: "auto", the name of one (fedstride/oracle.py), or a fs.Together that several runs share.
     dtype: torch.float32, torch.float64, or torch.bfloat16: models compute in it, weights stay in float32.
     chunk: clients trained together at most; None keeps their vectors under 256 MiB, or a fourth of a GPU's memory.

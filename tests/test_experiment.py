@@ -490,6 +490,8 @@ def test_list_names_everything(tmp_path, fedstride):
     for name in ("fedagrac", "dlsgd-hetero", "fashion-mnist", "dirichlet", "cnn-dlsgd", "send-buffers"):
         assert name in text
     assert "scaffold" in fedstride("list", "methods").out
+    assert "mu=0.1" in fedstride("list", "method").out
+    assert "mean, variance, redraw=False" in fedstride("list", "steps").out  # the first two must be given
 
 
 def test_a_budget_of_virtual_seconds():

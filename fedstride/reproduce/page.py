@@ -18,13 +18,14 @@ HEAD = """# Reproduction
 Tables and figures of the five papers, run by this project on the papers' real data, the printed numbers beside ours.
 This page is generated from `papers/results/`; `fedstride reproduce PAPER/ITEM` runs what is missing, and `make docs`
 writes the page anew. In tables stands *ours / printed*: mean and 95 % interval over seeds, or where runs failed the
-median and how many did not; for a way to a target also the ratio to the printed number. Scale "full" is the paper's
-setting, "cpu" a reduction that is stated; the first table counts every item at the largest scale that ran. An ordering
-is a pair of methods in one row that the paper puts in an order, by its numbers or its words; *sure* means that the
-interval of the difference over seeds leaves zero out, which a single seed cannot show; a run that did not arrive or
-diverged counts there as if it had needed twice the longest of the others, or had half the least. Claims that compare
-numbers compare medians; claims about curves are judged at the sixty or so rounds that are kept. Items and claims marked
-*(ours)* are not in the papers and stand outside the first table.
+median and, in brackets, how many runs did not fail (or, where none succeeded, how many there are); for a way to a
+target also the ratio to the printed number. Scale "full" is the paper's setting, "cpu" a reduction that is stated; the
+first table counts every item at the largest scale that ran. An ordering is a pair of methods in one row that the paper
+puts in an order, by its numbers or its words; *sure* means that the interval of the difference over seeds leaves zero
+out, which a single seed cannot show; a run that did not arrive or diverged counts there as if it had needed twice the
+longest of the others, or had half the least. Claims that compare numbers compare medians, claims that a method reaches
+a target or does not ask it of every seed; claims about curves are judged at the sixty or so rounds that are kept. Items
+and claims marked *(ours)* are not in the papers and stand outside the first table.
 """
 
 
@@ -58,8 +59,9 @@ def text(pictures: str = "reproduction") -> str:
         "|---|---|---|---|---|---|", *rows,
     ]  # fmt: skip
     rest = [
-        "# Not run at full scale yet", "",
-        "Estimated time of what is missing, all seeds, on one H200 and on two cores; good to a factor of a few.", "",
+        "# Missing at full scale", "",
+        "Cells that have not run at all, or not with all seeds: estimated time of what is missing, on one H200 and on "
+        "two cores; good to a factor of a few.", "",
         "| item | cells run at full scale | one GPU | two cores |", "|---|---|---|---|", *waiting,
     ]  # fmt: skip
     return "\n".join([HEAD, *summary, "", *body, *rest]) + "\n"
