@@ -253,9 +253,11 @@ def test_an_adapted_run_counts_only_as_long_as_it_is_adapted_so(tmp_path):
     def cell(lr):
         return Cell("a", "x", small(), adapt=lambda e, n: Experiment.parse(e.dump() | {"lr": lr}))
 
-    path = tmp_path / "found.json"
-    play.play(table(cell(0.1)), path, tmp_path / "runs", 1)
-    assert Found(table(cell(0.1)), path).done == 1 and Found(table(cell(0.2)), path).done == 0
+    path, rates = tmp_path / "found.json", [0.1, 0.1, 0.2, 0.2]
+    play.play(table(cell(rates)), path, tmp_path / "runs", 1)
+    assert Found(table(cell(rates)), path).done == 1
+    assert Found(table(cell([math.nextafter(rate, 1) for rate in rates])), path).done == 1  # as another machine rounds
+    assert Found(table(cell([0.1, 0.1, 0.2, 0.2001])), path).done == 0 and Found(table(cell(0.1)), path).done == 0
 
 
 def test_a_run_without_a_new_measure_is_run_again(tmp_path):

@@ -86,7 +86,7 @@ class Found:
             return False
         if cell.after:
             return run.get("followed") == self._followed(cell, run["seed"])
-        return cell.adapt is None or run.get("adapted") == changes(experiment, cell.adapt(experiment, 0))
+        return cell.adapt is None or _alike(run.get("adapted"), changes(experiment, cell.adapt(experiment, 0)))
 
     def _followed(self, cell: Cell, seed: int) -> int | None:
         """Client steps of the run that this one goes by; None while there is none."""
@@ -197,6 +197,17 @@ def changes(before: Experiment, after: Experiment) -> dict[str, Any]:
     """The fields that differ."""
     old = brief(before)
     return json.loads(json.dumps({key: value for key, value in brief(after).items() if old.get(key) != value}))
+
+
+def _alike(one: Any, two: Any) -> bool:
+    """Whether two descriptions are the same but for the last digits of numbers, which machines round differently."""
+    if isinstance(one, float) and isinstance(two, float):
+        return math.isclose(one, two, rel_tol=1e-9)
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_alike(one[key], two[key]) for key in one)
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(map(_alike, one, two))
+    return one == two
 
 
 def _without(runs: list[dict[str, Any]], entry: dict[str, Any]) -> list[dict[str, Any]]:
