@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstride.convolution import by_rows
-from fedstride.descent import Moving
+from fedstride.descent import Local, Moving
 from fedstride.oracle import Batch, Vmap
 from fedstride.parts import Held
 from fedstride.vector import VectorModel
@@ -75,8 +75,8 @@ class Graph(Vmap):
         # Copies, because the next replay overwrites them.
         return recording.loss[: len(y)].clone(), recording.g[: len(y)].clone()
 
-    def hold(self, at: Moving, direction: Any, steps: int) -> Held | None:
-        return Replays(self, at.y) if direction is None else None
+    def hold(self, at: Moving, direction: Any, local: Local, steps: int) -> Held | None:
+        return Replays(self, at.y) if direction is None and local == Local() else None
 
     def unrecorded(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Losses and gradients as `vmap` has them."""

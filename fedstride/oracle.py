@@ -32,7 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fedstride.descent import Local, Moving
 from fedstride.errors import FedstrideError
 from fedstride.losses import LossFunction
-from fedstride.parts import Held, Parts
+from fedstride.parts import Alone, Held, Parts
 from fedstride.tracing import identity, pointwise
 from fedstride.vector import KeyedDropout, VectorModel, rewind
 
@@ -89,8 +89,8 @@ class Oracle:
         """Losses [C] and gradients [C, d]."""
         raise NotImplementedError
 
-    def hold(self, at: Moving, direction: Any, steps: int) -> Held | None:
-        """The cohort in a form in which it takes steps more quickly; so many are to come, of all clients."""
+    def hold(self, at: Moving, direction: Any, local: Local, steps: int) -> Held | None:
+        """A block in a form in which it takes steps more quickly; so many are to come, of all its clients."""
         return None
 
     def descend(self, sampler: Any, jobs: Any, keys: Tensor, at: Any, direction: Any, local: Any, first: int) -> bool:
@@ -145,9 +145,11 @@ class Vmap(Oracle):
             self._traces[shape] = self._trace(y, batch)
         return self.compute(y, batch)
 
-    def hold(self, at: Moving, direction: Any, steps: int) -> Held | None:
+    def hold(self, at: Moving, direction: Any, local: Local, steps: int) -> Held | None:
+        if local != Local() or at.carries or steps * at.y.shape[1] < PLAIN or any(row.dim() != 2 for row in at.rows):
+            return None
         code = identity(direction)
-        if steps * at.y.shape[1] < PLAIN or code is None or any(row.dim() != 2 for row in at.rows):
+        if code is None:
             return None
         if code not in self._pointwise:
             self._pointwise[code] = pointwise(direction, Local(), at)
@@ -203,7 +205,7 @@ class Sequential(Oracle):
             own.pointer, own.views = None, []
         return own
 
-    def _parts(self, row: Tensor, batch: Batch, i: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def parts(self, row: Tensor, batch: Batch, i: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients, parameter by parameter, of one client."""
         own = self._own()
         rounded = self.model.dtype != row.dtype
@@ -217,7 +219,7 @@ class Sequential(Oracle):
         if own.dropouts:
             rewind(own.module)
         with torch.enable_grad():
-            outputs = self.model.apply(own.module, batch.inputs[i])
+            outputs = self.model.apply(own.module, self.model.arranged(batch.inputs[i]))
             value = self.reduce(outputs, batch.targets[i], None if batch.weight is None else batch.weight[i])
             parts = torch.autograd.grad(value, own.parameters, materialize_grads=True)
             return value.detach(), tuple(part.to(row.dtype) for part in parts) if rounded else parts
@@ -225,19 +227,13 @@ class Sequential(Oracle):
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         losses, g = [], torch.empty_like(y)
         for i, row in enumerate(y):
-            value, parts = self._parts(row, batch, i)
+            value, parts = self.parts(row, batch, i)
             torch.cat([part.flatten() for part in parts], out=g[i])
             losses.append(value)
         return torch.stack(losses), g
 
-    def step(self, held: Tensor, lr: Tensor, batch: Batch) -> tuple[Tensor]:
-        losses = []
-        for i, row in enumerate(held[: len(lr)]):
-            value, parts = self._parts(row, batch, i)
-            # Without the flat gradient in between, which would be written and read once more.
-            torch._foreach_add_(self._own().views, parts, alpha=-float(lr[i]))
-            losses.append(value)
-        return (torch.stack(losses),)
+    def hold(self, at: Moving, direction: Any, local: Local, steps: int) -> Held | None:
+        return Alone(self, at, direction, local)
 
     def rowwise(self, function: Callable, *arguments: Tensor | list[Tensor] | None):
         rows = range(len(arguments[0]))  # type: ignore[arg-type]

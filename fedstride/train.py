@@ -106,9 +106,8 @@ class Work:
         full, slab = self._sampler.full, self._slab(len(keys))
         pieces: list[Indices | Batch] = self._pieces(jobs) if full else []
         held = None
-        plain = self._local == Local() and not own.carries and kept is None
-        if plain and self._sampler.sampling == "replacement" and not full:
-            held = self._oracle.hold(own, direction, int(jobs.steps.sum()))
+        if kept is None and self._sampler.sampling == "replacement" and not full:
+            held = self._oracle.hold(own, direction, self._local, int(jobs.steps.sum()))
         count = 0
         for k, wanted in enumerate(active(jobs.steps)[first:last], first):
             if wanted != count:  # somebody finished: the prefix shrinks

@@ -488,7 +488,7 @@ def test_recordings_equal_vmap_at_every_size(dtype, weighted, monkeypatch):
             for one, two in zip(graph(y, batch), vmap(y, batch)):
                 torch.testing.assert_close(one, two)
             mine, other = (Moving(y.clone(), *(y.new_full((rows, 1), 0.1),) * 3) for _ in range(2))
-            steps = [oracle.hold(at, None, 10**9) for oracle, at in ((graph, mine), (vmap, other))]
+            steps = [oracle.hold(at, None, Local(), 10**9) for oracle, at in ((graph, mine), (vmap, other))]
             torch.testing.assert_close(*(held.step(mine.lr, batch) for held in steps))
             for held in steps:
                 held.give()

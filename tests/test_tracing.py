@@ -6,7 +6,7 @@ from problems import digits
 from torch import nn
 
 import fedstride as fs
-from fedstride.descent import Moving
+from fedstride.descent import Local, Moving
 from fedstride.oracle import Batch, make
 from fedstride.tracing import moving_step
 from fedstride.vector import VectorModel
@@ -70,7 +70,7 @@ def test_a_step_equals_one_along_the_gradient(network, products, direction, adde
     at = on_its_way(model, 5)
     if direction is None:
         at = at._replace(rows=())
-    expected, held = at.y.clone(), oracle.hold(at, direction, 10**9)
+    expected, held = at.y.clone(), oracle.hold(at, direction, Local(), 10**9)
     for count in (5, 4, 1, 1):
         batch = Batch(
             torch.randn(count, 8, 1, 8, 8, dtype=torch.float64),
@@ -99,13 +99,13 @@ def test_a_direction_that_looks_at_whole_vectors_is_not_cut():
     model = VectorModel(linear(), torch.float64)
     oracle = make("vmap", model, fs.losses.cross_entropy, None)
     at = on_its_way(model, 2)
-    assert oracle.hold(at, drift, 10**9) is not None
-    assert oracle.hold(at, drift, 3) is None  # too short for tracing to pay
-    assert oracle.hold(at, lambda g, y, *rows: g / g.norm(dim=1, keepdim=True), 10**9) is None
-    assert oracle.hold(at, lambda g, y, *rows: g if float(g.sum()) > 0 else -g, 10**9) is None
-    assert oracle.hold(at, lambda g, y, *rows: g + at.y, 10**9) is None  # it closes over what may change
+    assert oracle.hold(at, drift, Local(), 10**9) is not None
+    assert oracle.hold(at, drift, Local(), 3) is None  # too short for tracing to pay
+    assert oracle.hold(at, lambda g, y, *rows: g / g.norm(dim=1, keepdim=True), Local(), 10**9) is None
+    assert oracle.hold(at, lambda g, y, *rows: g if float(g.sum()) > 0 else -g, Local(), 10**9) is None
+    assert oracle.hold(at, lambda g, y, *rows: g + at.y, Local(), 10**9) is None  # it closes over what may change
     owner = nn.Linear(1, 1)
-    assert oracle.hold(at, lambda g, y, *rows: g + owner.bias, 10**9) is None
+    assert oracle.hold(at, lambda g, y, *rows: g + owner.bias, Local(), 10**9) is None
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbuff", "scaffold", "fedprox", "feddyn"])
@@ -140,5 +140,5 @@ def test_a_step_that_looks_at_values_is_not_traced():
     oracle = make("vmap", model, fs.losses.cross_entropy, None)
     batch = Batch(torch.randn(2, 4, 1, 8, 8, dtype=torch.float64), torch.randint(3, (2, 4)))
     at = on_its_way(model, 2)._replace(rows=())
-    held, lr = oracle.hold(at, None, 10**9), torch.ones(2, 1, dtype=torch.float64)
+    held, lr = oracle.hold(at, None, Local(), 10**9), torch.ones(2, 1, dtype=torch.float64)
     assert held._traced(held._parts, lr, [], batch) is None

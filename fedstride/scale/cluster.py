@@ -49,8 +49,8 @@ def connect(
     arrays = tuple(part.cpu().numpy() for part in (clients.inputs, clients.targets, clients.order))
     brief = Brief(
         secrets.token_hex(8), plan.algorithm, model, oracle.model.dtype, device, backend, loss,
-        (oracle.each, oracle.reduction) if oracle.each else None, oracle.model.mixes_examples, ray.put(arrays),
-        clients.sizes, sampler.batch_size, sampler.sampling, local, plan.weights, plan.seed, chunk,
+        (oracle.each, oracle.reduction) if oracle.each else None, oracle.model.mixes_examples, oracle.model.pixels,
+        ray.put(arrays), clients.sizes, sampler.batch_size, sampler.sampling, local, plan.weights, plan.seed, chunk,
     )  # fmt: skip
     team = Team(pool, brief, len(clients))
     return Cluster(team, plan, oracle, sampler, local, *rest, team.chunk), team.backend

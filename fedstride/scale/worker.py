@@ -41,6 +41,7 @@ class Brief(NamedTuple):
     loss: LossFunction
     each: tuple[LossFunction, str] | None  # the loss per example, where the driver found that there is one
     mixes_examples: bool
+    pixels: int
     data: Any  # reference to inputs, targets and their order
     sizes: np.ndarray
     batch_size: int | None
@@ -183,7 +184,7 @@ class Worker:
         inputs, targets, order = (as_tensor(array) for array in arrays)
         host = Clients(inputs, targets, order, brief.sizes)
         vector = VectorModel(brief.model, brief.dtype, device)
-        vector.mixes_examples = brief.mixes_examples
+        vector.mixes_examples, vector.pixels = brief.mixes_examples, brief.pixels
         self._clients = host
         if device.type == "cuda":
             self._clients = Held(host, device, torch.cuda.get_device_properties(device).total_memory / 4 / sharing)
