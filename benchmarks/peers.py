@@ -8,7 +8,8 @@ weights of all rounds are compared with the plain loop's, in a run of their own 
 steps that are timed, float32 takes two orders of summing percents apart on the CNN, and the plain loop as far from its
 own result in float64. pfl rounds to float32 in any case, which the tolerance allows for.
 
-The plain loop and every process of a peer have one thread. Contenders take turns, because machines drift; figures are
+The plain loop and every process of a peer have one thread, Flower's many processes wait passively, and ours has the
+defaults that a user would have. Contenders take turns, because machines drift; figures are
 medians over the second half of the rounds of all turns, since ours traces shapes that keep coming, which takes a while.
 PYTHON is the interpreter of an environment with torch and `pfl[pytorch]==0.6.0`. With `--device cuda` it is ours
 (backends vmap,graph,compiled) and the plain loop.
@@ -78,7 +79,6 @@ def resident(root: int) -> int:
 def play(command: list[str], folder: str, tries: int = 2) -> Turn:
     """One process from start to end; once more if it dies, as two processes of pfl do now and then."""
     environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait actively hold each other up on virtual machines
     peak, start = 0, time.time()
     with open(Path(folder, "log"), "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -105,6 +105,7 @@ def contenders(folder: str, options: argparse.Namespace) -> dict[str, list[str]]
         for backend in options.backends.split(",")
     }
     single = ["env", "OMP_NUM_THREADS=1"]  # with two threads, small operations wait for each other
+    passive = ["env", "OMP_WAIT_POLICY=PASSIVE"]  # processes whose threads wait actively hold each other up
     peers = {"plain loop": [*single, python, str(HERE / "plain.py"), folder, device]}
     if device == "cpu":
         if options.pfl:
@@ -113,7 +114,7 @@ def contenders(folder: str, options: argparse.Namespace) -> dict[str, list[str]]
             peers["pfl, two processes"] = [
                 *single, options.pfl, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program
             ]  # fmt: skip
-        peers["Flower"] = [python, str(HERE / "flower.py"), folder]
+        peers["Flower"] = [*passive, python, str(HERE / "flower.py"), folder]
     return ours | peers
 
 
