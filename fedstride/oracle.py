@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fedstride import heap
 from fedstride.descent import Local, Moving
 from fedstride.errors import FedstrideError
 from fedstride.losses import LossFunction
@@ -39,9 +40,9 @@ from fedstride.vector import KeyedDropout, VectorModel, rewind
 BACKENDS = ("sequential", "vmap", "graph", "compiled")
 TRIES, TRACES = 400, 100  # a shape is traced when it has come so often that it pays; so many shapes at most
 PLAIN = 1_500_000  # parameters times steps in a job from which tracing its steps pays within some jobs
-# About this much memory for the vectors of the clients that train together. On a CPU small enough that the allocator
-# hands the same memory out again, instead of asking the system for fresh pages every round.
-CHUNK_BYTES = 1 << 28
+# About this much memory for the vectors of the clients that train together; on a CPU what the process keeps when it is
+# free, so that the next chunk needs no fresh pages.
+CHUNK_BYTES = heap.KEPT
 CHUNK_SHARE = 4  # on a GPU a fourth of its memory
 VECTORS = 8  # [C, d] matrices alive at once in the hungriest client code
 
@@ -275,6 +276,8 @@ def make(backend: str, model: VectorModel, loss: LossFunction, each: tuple[LossF
     from fedstride.compiled import Compiled
     from fedstride.graph import Graph
 
+    if model.x.device.type == "cpu":
+        heap.keep()
     kinds = {"sequential": Sequential, "vmap": Vmap, "graph": Graph, "compiled": Compiled}
     return kinds[backend](model, loss, each)
 
