@@ -114,8 +114,8 @@ class Oracle:
         """Apply a function of one client to every row of the arguments."""
         raise NotImplementedError
 
-    def blocks(self, rows: int) -> list[slice]:
-        """How a cohort is cut into pieces that train independently of each other."""
+    def blocks(self, rows: int, size: int) -> list[slice]:
+        """How a cohort is cut into pieces that train independently of each other; size: bytes of one's mini-batch."""
         raise NotImplementedError
 
     def map(self, work: Callable[[slice], None], blocks: Sequence[slice]) -> None:
@@ -180,8 +180,11 @@ class Vmap(Oracle):
     def rowwise(self, function: Callable, *arguments: Tensor | list[Tensor] | None):
         return vmap(function, in_dims=tuple(None if a is None else 0 for a in arguments))(*arguments)
 
-    def blocks(self, rows: int) -> list[slice]:
-        return [slice(0, rows)]
+    def blocks(self, rows: int, size: int) -> list[slice]:
+        """As many as have mini-batches that stay with the process; all on a GPU."""
+        most = rows if self.model.x.is_cuda or not size else max(1, heap.BLOCK // size)
+        each = -(-rows // max(1, -(-rows // most)))
+        return [slice(start, min(rows, start + each)) for start in range(0, rows, each)]
 
 
 class Sequential(Oracle):
@@ -240,7 +243,7 @@ class Sequential(Oracle):
         rows = range(len(arguments[0]))  # type: ignore[arg-type]
         return torch.stack([function(*(None if a is None else a[i] for a in arguments)) for i in rows])
 
-    def blocks(self, rows: int) -> list[slice]:
+    def blocks(self, rows: int, size: int) -> list[slice]:
         return [slice(i, i + 1) for i in range(rows)]
 
     def map(self, work: Callable[[slice], None], blocks: Sequence[slice]) -> None:

@@ -63,6 +63,12 @@ class Sampler:
         """Whether a step uses all local data."""
         return self.batch_size is None and not callable(self.sampling)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the inputs of one client's mini-batch; 0: it is not of one size."""
+        inputs = self.clients.inputs
+        return (self.batch_size or 0) * inputs[0].numel() * inputs.element_size()
+
     def steps_per_epoch(self, clients: np.ndarray) -> np.ndarray:
         """Steps in one pass over the local data."""
         if self.batch_size is None:

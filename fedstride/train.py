@@ -87,27 +87,30 @@ class Work:
             own = Moving(y[block], rate[block], losses[block], velocity[block], *given)
             own.y.copy_(cut(x, block, count))
             if first:
-                self._descend(jobs, keys, own, direction, 0, 1, gradients[block])
+                self.walk(jobs, keys, own, direction, 0, 1, gradients[block])
             if not self._oracle.descend(self._sampler, jobs, keys, own, direction, self._local, begun):
-                self._descend(jobs, keys, own, direction, begun)
+                self.walk(jobs, keys, own, direction, begun)
 
-        self._oracle.map(train, self._oracle.blocks(count))
+        self._oracle.map(train, self._oracle.blocks(count, self._sampler.bytes))
         self.evaluations += self.jobs.steps
         self.train_loss = losses / self._count[:, 0]
         if first:
             return y, gradients
         return y if carry is None else (y, carry)
 
-    def _descend(
+    def walk(
         self, jobs: Jobs, keys: Tensor, own: Moving, direction: Callable[..., Any] | None, first: int = 0,
-        last: int | None = None, kept: Tensor | None = None,
+        last: int | None = None, kept: Tensor | None = None, total: int | None = None,
     ) -> None:  # fmt: skip
-        """Some local steps of a block, one after the other; `kept` is where the last gradient goes."""
+        """Some local steps of a block, one after the other; `kept` is where the last gradient goes.
+
+        How they are done may depend on how many there are, `total`, where that is not the block's own number.
+        """
         full, slab = self._sampler.full, self._slab(len(keys))
         pieces: list[Indices | Batch] = self._pieces(jobs) if full else []
         held = None
         if kept is None and self._sampler.sampling == "replacement" and not full:
-            held = self._oracle.hold(own, direction, self._local, int(jobs.steps.sum()))
+            held = self._oracle.hold(own, direction, self._local, total or int(jobs.steps.sum()))
         count = 0
         for k, wanted in enumerate(active(jobs.steps)[first:last], first):
             if wanted != count:  # somebody finished: the prefix shrinks
@@ -141,7 +144,7 @@ class Work:
             else:
                 _, g[block] = self._apply(self._oracle, (y[block],), self._sampler.single(jobs, keys), keys, 0)
 
-        self._oracle.map(compute, self._oracle.blocks(len(y)))
+        self._oracle.map(compute, self._oracle.blocks(len(y), self._sampler.bytes))
         self.evaluations += self._sampler.steps_per_epoch(self.jobs.clients) if full else 1
         return g + self._local.weight_decay * y if self._local.weight_decay else g
 

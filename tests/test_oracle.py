@@ -339,6 +339,18 @@ def test_full_gradients_with_dropout_do_not_depend_on_the_cohort(monkeypatch):
     agree(runs[0], runs[2])
 
 
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedagrac", "fedveca"])
+def test_a_cohort_whose_batches_are_large_trains_piece_by_piece(method, monkeypatch):
+    """Six clients with mini-batches of eight examples, of which two are kept: three pieces."""
+    clients, _ = digits()
+    settings = dict(method=method, backend="vmap", batch_size=8)
+    whole, cut, pieces = run(small_network(0.4), clients, **settings), fs.oracle.Vmap.blocks, []
+    monkeypatch.setattr(fs.heap, "BLOCK", 5 * 8 * 64 * whole.x.element_size() // 2)
+    monkeypatch.setattr(fs.oracle.Vmap, "blocks", lambda *given: pieces.append(cut(*given)) or pieces[-1])
+    agree(whole, run(small_network(0.4), clients, **settings))
+    assert {len(one) for one in pieces} == {3}
+
+
 def test_batches_gathered_ahead_change_nothing(monkeypatch):
     clients, _ = digits()
     whole = run(small_network(), clients, backend="vmap")
