@@ -192,12 +192,14 @@ def _study(
     with live(study, json_) as (watch, done), tracker(track, folder) as follow:
 
         def both(plan: Planned, row: dict[str, Any]) -> None:
+            if command == "sweep" and {"loss", "train_loss"} & row.keys():  # a misspelt metric comes out at once
+                shown_metric({plan.label: [Run(plan.experiment.seed, [row])]}, by)
             watch(plan, row)
             follow(plan, row)
 
         def over(plan: Planned, run: Run) -> None:
-            if command == "sweep":
-                shown_metric({plan.label: [run]}, by)  # a misspelt metric comes out after the first run, not the last
+            if command == "sweep":  # or, where nothing is measured, after the first run
+                shown_metric({plan.label: [run]}, by)
             done(plan, run)
 
         try:

@@ -11,12 +11,9 @@ passes over all data go as in `graph`; so does what cannot be compiled, with a w
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.func import grad_and_value
@@ -25,11 +22,11 @@ from torch.utils import _pytree as trees
 from fedstride.convolution import by_rows
 from fedstride.descent import AUGMENT, Local, Moving, active, move
 from fedstride.graph import Graph, padded
+from fedstride.joint import Joint, Request
 from fedstride.keys import fold
-from fedstride.oracle import Batch
+from fedstride.oracle import Batch, room
 from fedstride.sampling import Jobs, Sampler, table
-from fedstride.tracing import add_products, identity, pointwise, trace
-from fedstride.transfer import there
+from fedstride.tracing import add_products, pointwise, trace
 from fedstride.vector import VectorModel
 
 INDICES = 1 << 20  # of examples that are drawn at a time
@@ -171,36 +168,6 @@ class Layout:
         return (list(islice(rest, len(self.sizes) if wide else 1)) for wide in self._wide)
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """A cohort that wants to do its local steps."""
-
-    sampler: Sampler
-    jobs: Jobs  # longest first
-    keys: Tensor
-    at: Moving
-    direction: Callable | None
-    local: Local
-    begun: int  # steps that are done already
-
-    @cached_property
-    def parts(self) -> tuple[list[Tensor], Any]:
-        """The tensors of `at`, and how they make it up."""
-        return trees.tree_flatten(self.at)
-
-    @cached_property
-    def kind(self) -> tuple | None:
-        """Cohorts of the same kind can be one; None: it cannot be compiled."""
-        code = identity(self.direction)
-        if code is None or self.sampler.full or self.sampler.sampling != "replacement":
-            return None
-        if self.local.augment is not None and not self.keys.is_cuda:
-            return None  # torch 2.13 compiles the 64-bit arithmetic of crops wrongly for CPUs
-        clients = self.sampler.clients
-        data = (clients.inputs.data_ptr(), clients.targets.data_ptr())
-        return self.begun, code, self.local, self.local.augment, self.parts[1], self.sampler.batch_size, data
-
-
 class Compiled(Graph):
     """Whole local steps of a cohort in one program."""
 
@@ -216,33 +183,30 @@ class Compiled(Graph):
         first: int,
     ) -> bool:  # fmt: skip
         request = Request(sampler, jobs, keys, at, direction, local, first)
-        return request.kind is not None and self.descend_all([request])
+        return self.kind(request) is not None and self.descend_all([request])
+
+    def kind(self, request: Request) -> tuple | None:
+        """Cohorts of the same kind can be one; None: a cohort's steps cannot be a program."""
+        sampler = request.sampler
+        if sampler.full or sampler.sampling != "replacement":
+            return None
+        if request.local.augment is not None and not request.keys.is_cuda:
+            return None  # torch 2.13 compiles the 64-bit arithmetic of crops wrongly for CPUs
+        return request.kind
+
+    def most(self, request: Request) -> int:
+        """So many clients go into one batch."""
+        return room(self.model.x)
 
     @torch.no_grad()
     def descend_all(self, requests: list[Request]) -> bool:
         """All local steps of cohorts of the same kind, as one cohort; False: nothing was done."""
         if not self._compiles:
             return False
-        first = requests[0]
+        first, joint = requests[0], Joint(requests)
         sampler, at, direction, local = first.sampler, first.at, first.direction, first.local
-        several = len(requests) > 1
         size, data = sampler.batch_size or 0, (sampler.clients.inputs, sampler.clients.targets)
-        counts = [len(request.jobs.steps) for request in requests]
-        steps = np.concatenate([request.jobs.steps for request in requests])
-        order = np.argsort(-steps, kind="stable")
-        sort = there(order, at.y.device) if (np.diff(order) < 0).any() else None
-
-        def joined(parts: list[Tensor]) -> Tensor:
-            """The rows of all cohorts, longest first; what a cohort's clients share is repeated for each."""
-            rows = [p if len(p) == n else p.expand(n, *p.shape[1:]) for p, n in zip(parts, counts)]
-            return torch.cat(rows) if sort is None else torch.cat(rows)[sort]
-
-        if several:
-            leaves = [joined(list(same)) for same in zip(*(request.parts[0] for request in requests))]
-            drawing = torch.cat([request.keys for request in requests])
-            keys = drawing if sort is None else drawing[sort]
-        else:
-            leaves, keys, drawing = first.parts[0], first.keys, first.keys
+        leaves, steps = joint.leaves, joint.steps
         per_client = tuple(leaf.dim() > 0 and len(leaf) == len(steps) for leaf in leaves)
         name = (*(first.kind or ())[1:], per_client)  # wherever they begin
         program = self._programs.get(name)
@@ -250,17 +214,17 @@ class Compiled(Graph):
             whole = not pointwise(direction, local, at)
             layout = Layout(at, [at.y.shape[1]] if whole else self.model.sizes)
             step = self._step(layout, direction, local, whole)
-            program = Program(step, padded(len(steps)), size, leaves, per_client, data, keys, layout)
+            program = Program(step, padded(len(steps)), size, leaves, per_client, data, joint.keys, layout)
             self._programs[name] = program
-        program.fill(leaves, keys)
+        program.fill(leaves, joint.keys)
         slab, last, at_work = program.slab, int(steps.max()), len(steps)
-        for k, wanted, count in _stretches(active(steps[order]), first.begun, slab):
+        for k, wanted, count in _stretches(active(steps), first.begun, slab):
             if wanted < at_work:
                 program.end(wanted, at_work)
                 at_work = wanted
             if (k - first.begun) % slab == 0:
-                drawn = table([(one.sampler, one.jobs) for one in requests], drawing, k, min(last, k + slab))
-                program.draw(drawn if sort is None else drawn[sort], k)
+                drawn = table(joint.draws, joint.drawing, k, min(last, k + slab))
+                program.draw(joint.sorted(drawn), k)
             try:
                 program.advance(wanted, count)
             except Exception as error:  # whatever it is: compiling is for speed alone
@@ -268,17 +232,7 @@ class Compiled(Graph):
                 reason = str(error).splitlines()[0]
                 warnings.warn(f"the model cannot be compiled, `graph` goes on: {reason}", stacklevel=2)
                 return False
-        moved = trees.tree_leaves(program.moved(at_work))
-        if sort is not None:
-            moved = [leaf[sort.argsort()] for leaf in moved]
-        kept: list[Tensor] = []
-        new: list[Tensor] = []
-        for start, request in zip(np.cumsum([0, *counts]), requests):
-            ours = [leaf[start : start + len(request.keys)] if several else leaf for leaf in moved]
-            mine = trees.tree_unflatten(ours, request.parts[1])
-            for values, one in ((kept, request.at), (new, mine)):
-                values.extend((one.y, one.losses, *trees.tree_leaves(one.carry)))
-        torch._foreach_copy_(kept, new)  # of all runs in a few launches
+        joint.give(trees.tree_leaves(program.moved(at_work)))
         return True
 
     def _step(self, layout: Layout, direction: Callable | None, local: Local, whole: bool) -> Callable[..., None]:

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -186,7 +186,8 @@ def simulate(
     job = partial(single_job, plan)
     run = Run(method.init(vector.x.clone(), fleet), timeline=Timeline() if timeline else None)
     plan.rates(1)
-    with hired(workers) as pool, _threads(oracle, len(clients)):
+    alone = not isinstance(backend, Together)
+    with hired(workers) as pool, _threads(oracle, len(clients)) if alone else nullcontext():
         settings, name = (oracle, sampler, local, seed, pace, schedule, job, way), oracle.name
         if pool is None:
             transport = Simulator(method, *settings, chunk or oracles.room(vector.x), memory)
@@ -265,7 +266,8 @@ def make_oracle(backend: str | Together, vector: VectorModel, clients: Clients, 
     check_scalar(loss, outputs, targets)
     each = per_example(loss, outputs, targets, clients.targets)
     if isinstance(backend, Together):
-        return backend.oracle(vector, loss, each)
+        name = backend.backend(vector.x.device)
+        return backend.oracle(build_oracle(name, vector, len(clients), loss, each, examples, targets))
     return build_oracle(backend, vector, len(clients), loss, each, examples, targets)
 
 

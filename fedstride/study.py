@@ -167,6 +167,7 @@ class Study:
     ) -> dict[str, list[Run]]:
         """Run what is not there yet; `watch` sees every row as it comes, `done` every run. Returns runs by label.
 
+        Runs that train quicker beside each other do so (fedstride/together.py), the others one after the other.
         Workers take whole runs as long as there is one for each of them; they share the cohorts of the runs left over.
         """
         root = Path(folder)
@@ -185,15 +186,14 @@ class Study:
                 )
         _write(root / "study.toml", whole_study)
         missing = [plan for plan, state in zip(self.plans, states) if state != "complete"]
-        alone = workers is not None or len(missing) < 2
-        together = None if alone or not able(plan.experiment for plan in missing) else Together()
+        beside = [] if workers is not None else [plan for plan in missing if able(plan.experiment)]
         found: dict[Path, Run] = {}
 
         def over(plan: Planned) -> None:
             found[plan.folder] = runs.read(plan.label, plan.experiment.seed, root / plan.folder).run
             done(plan, found[plan.folder])
 
-        def complete(plans: Iterator[Planned], pool: Pool | None) -> None:
+        def complete(plans: Iterator[Planned], together: Together | None = None, pool: Pool | None = None) -> None:
             for plan in plans:
                 if plan.folder in found:
                     continue
@@ -205,16 +205,16 @@ class Study:
             return _play, plan.experiment, (root / plan.folder).absolute()
 
         with hired(workers if missing else None) as pool:
-            plans = iter(self.plans)
-            if together:
-                together.play([partial(complete, plans, None)] * several(plan.experiment for plan in missing))
-            elif pool is not None:
+            if len(beside) > 1:
+                together, plans = Together(), iter(beside)
+                together.play([partial(complete, plans, together)] * several(plan.experiment for plan in beside))
+            if pool is not None:
                 from fedstride.scale.side import side_by_side  # needs Ray
 
                 whole_runs = _whole_runs(missing, len(pool))
                 for plan, _ in side_by_side(pool, root.absolute(), whole_runs, call, watch):
                     over(plan)
-            complete(plans, pool)
+            complete(iter(self.plans), pool=pool)
         labels = dict.fromkeys(plan.label for plan in self.plans)
         return {label: [found[plan.folder] for plan in self.plans if plan.label == label] for label in labels}
 

@@ -29,6 +29,15 @@ def live(study: Study, quiet: bool) -> Iterator[tuple]:
     with Progress(*columns, console=err, disable=quiet or not err.is_terminal) as bars:
         everything = bars.add_task("all runs", total=len(study.plans), numbers=f"0/{len(study.plans)}")
         current = bars.add_task("", total=1.0, numbers="")
+        under_way: dict[str, tuple[float, str]] = {}  # how far each run is
+        over: list[str] = []
+
+        def show(numbers: str) -> None:
+            shares = [share for share, _ in under_way.values()]
+            mean = sum(shares) / len(shares) if shares else 1.0
+            name = next(iter(under_way), "") if len(shares) < 2 else f"{len(shares)} side by side"
+            bars.update(current, description=name, completed=mean, numbers=numbers)
+            bars.update(everything, completed=len(over) + sum(shares), numbers=f"{len(over)}/{len(study.plans)}")
 
         def watch(plan: Planned, row: dict[str, Any]) -> None:
             share = row["round"] / plan.experiment.rounds
@@ -37,11 +46,14 @@ def live(study: Study, quiet: bool) -> Iterator[tuple]:
             numbers = [f"round {row['round']}"]
             numbers += [f"accuracy {row['accuracy']:.3f}"] if "accuracy" in row else []
             numbers += [f"{row['seconds']:.1f} s"] if row["seconds"] else []
-            bars.update(current, description=str(plan), completed=min(1.0, share), numbers=", ".join(numbers))
+            under_way[str(plan)] = min(1.0, share), ", ".join(numbers)
+            _, last = min(under_way.values())  # of several runs, the one that is the furthest back
+            show(last)
 
         def done(plan: Planned, run: Run) -> None:
-            bars.advance(everything)
-            bars.update(everything, numbers=f"{int(bars.tasks[0].completed)}/{len(study.plans)}")
+            under_way.pop(str(plan), None)
+            over.append(str(plan))
+            show("")
             if bars.disable and not quiet:
                 last = run.rows[-1] if run.rows else {}
                 accuracy = f", accuracy {last['accuracy']:.3f}" if "accuracy" in last else ""

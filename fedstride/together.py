@@ -1,13 +1,16 @@
 """Several runs side by side, their cohorts as rows of one batch: seeds, settings and methods that step alike.
 
 Every run has a thread, and one of them works at a time. A run that has come to its local steps waits until all others
-have, or are over; then those of the same kind (the same code, data, batch size and model) do their steps as one
-cohort. Rows do not know of each other, so every run gives what it gives alone, to rounding.
+have, or are over; then those of the same kind do their steps as one cohort (fedstride/joint.py), so every run gives
+what it gives alone, to rounding.
 
-Where a GPU would often wait for the runs' own work, they fall into two halves: one works while the other steps.
+On a GPU these steps are `compiled`, and where it would often wait for the runs' own work, the runs fall into two
+halves: one works while the other steps. On a CPU they are those of `vmap`; a model that `auto` trains one client after
+the other there gains nothing, and its runs take turns.
 """
 
 import copy
+import json
 import threading
 import time
 from collections import deque
@@ -18,9 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fedstride import inputs
-from fedstride.compiled import Compiled, Request
-from fedstride.losses import LossFunction
-from fedstride.oracle import room
+from fedstride.compiled import Compiled
+from fedstride.joint import Request, Several, most
+from fedstride.oracle import Oracle, Vmap, choose
+from fedstride.sampling import Sampler
 from fedstride.vector import VectorModel
 
 if TYPE_CHECKING:
@@ -28,26 +32,60 @@ if TYPE_CHECKING:
 
 
 RUNS = 16  # side by side, at most
-FILLED = 256  # clients in one batch; more hardly make it quicker, and all runs end later
+FILLED = 256  # clients in one batch on a GPU; more hardly make it quicker, and all runs end later
 BUSY = 0.9  # share of the time that a GPU steps; with less, the runs are halved
 
 
-def able(experiments: "Iterable[Experiment]") -> bool:
-    """Whether runs can be done together: all are on a GPU, and none asks for another backend."""
-    return all(run.backend in ("auto", "compiled") and inputs.device(run.device).type == "cuda" for run in experiments)
+class Network(NamedTuple):
+    """What counts of an experiment's model."""
+
+    batched: bool  # whether `auto` trains several clients at a time
+    most: int  # clients in one batch at most
+
+
+NETWORKS: dict[str, Network] = {}  # by data, batch size and model
+
+
+def able(experiment: "Experiment") -> bool:
+    """Whether a run gains by others beside it: its clients train many at a time, and do not fill a batch alone."""
+    device = inputs.device(experiment.device).type
+    if device == "cuda":
+        return experiment.backend in ("auto", "compiled")
+    if device != "cpu" or experiment.backend not in ("auto", "vmap"):
+        return False
+    network = _network(experiment)
+    return network.batched and network.most >= 2 * (experiment.cohort or 1)
 
 
 def several(experiments: "Iterable[Experiment]") -> int:
-    """How many runs to do side by side, where nobody says it: as many as fill a batch."""
-    smallest = min((run.cohort or 1 for run in experiments), default=1)
-    return max(1, min(RUNS, -(-FILLED // smallest)))
+    """How many runs that gain by it to do side by side, where nobody says it: as many as fill a batch."""
+    runs = list(experiments)
+    smallest = min((run.cohort or 1 for run in runs), default=1)
+    if all(inputs.device(run.device).type == "cuda" for run in runs):
+        return max(1, min(RUNS, -(-FILLED // smallest)))
+    return min(RUNS, min(_network(run).most for run in runs) // smallest)
+
+
+def _network(experiment: "Experiment") -> Network:
+    """The same for all seeds, methods and rates, so it is made once."""
+    parts = {slot: getattr(experiment, slot) for slot in ("data", "partition", "model", "batch_size", "dtype")}
+    plain = type(experiment)(**parts, device="cpu")
+    name = json.dumps(plain.dump(), sort_keys=True)
+    if name not in NETWORKS:
+        prepared = plain.prepare()
+        model = VectorModel(prepared.model, getattr(torch, plain.dtype), torch.device("cpu"))
+        batch = None if plain.batch_size == "all" else plain.batch_size
+        size = Sampler(prepared.clients, batch, "replacement").bytes
+        NETWORKS[name] = Network(choose("auto", model, model.x.device, 2) == "vmap", most(model.x, size))
+    return NETWORKS[name]
 
 
 class Waiting(NamedTuple):
     """A run that has come to its local steps."""
 
-    oracle: Compiled
+    oracle: Compiled | Several
     request: Request
+    kind: tuple  # cohorts of the same kind do their steps as one
     turn: threading.Event
     result: list[Any]
 
@@ -70,8 +108,9 @@ class Begun(NamedTuple):
 class Together:
     """The place where runs meet; give it to each as its `backend`."""
 
-    def __init__(self, rows: int | None = None):
+    def __init__(self, rows: int | None = None, backend: str | None = None):
         self._rows = rows  # clients in one batch at most
+        self._backend = backend  # None: `compiled` on a GPU, elsewhere what `auto` chooses
         self._ready: deque[threading.Event] = deque()  # whose turn comes next; one run works at a time
         self._waiting: list[Waiting] = []
         self._begun: deque[Begun] = deque()  # those whose runs have not gone on
@@ -79,7 +118,7 @@ class Together:
         self._halved = False
         # The runs' own work goes before the steps of others, which are on the ordinary stream.
         self._stream = torch.cuda.Stream(priority=-1) if torch.cuda.is_available() else None
-        self._oracles: dict[tuple, Compiled] = {}
+        self._oracles: dict[tuple, Compiled | Several] = {}
         # Recording needs the libraries' handles that running has made, and these belong to a thread.
         self._worker = ThreadPoolExecutor(1)
 
@@ -111,21 +150,29 @@ class Together:
             raise errors[0]
         return results
 
-    def oracle(self, model: VectorModel, loss: LossFunction, each: tuple[LossFunction, str] | None) -> Compiled:
+    def backend(self, device: torch.device) -> str:
+        """How its runs train."""
+        return self._backend or ("compiled" if device.type == "cuda" else "auto")
+
+    def oracle(self, alone: Oracle) -> Oracle:
         """The oracle of one run; runs with the same network and loss share its programs."""
-        own = Compiled(model, loss, each)
-        name = (str(model.layers), model.frozen, *model.code, str(model.signature), model.dtype, loss)
+        own = Several(alone) if type(alone) is Vmap else alone
+        if not isinstance(own, (Compiled, Several)):
+            return own
+        model = own.model
+        name = (own.name, str(model.layers), model.frozen, *model.code, str(model.signature), model.dtype, own.loss)
         shared = self._oracles.setdefault(name, own)
         member = copy.copy(shared)
-        member.model = own.model
+        member.model = model
         member.descend = lambda *request: self._wait(shared, Request(*request))  # type: ignore[method-assign]
         return member
 
-    def _wait(self, oracle: Compiled, request: Request) -> bool:
+    def _wait(self, oracle: Compiled | Several, request: Request) -> bool:
         """Do the steps with those of the others; False if they cannot be done in one."""
-        if request.kind is None:
+        kind = oracle.kind(request)
+        if kind is None:
             return False
-        mine = Waiting(oracle, request, threading.Event(), [False])
+        mine = Waiting(oracle, request, kind, threading.Event(), [False])
         self._waiting.append(mine)
         self._hand_on()
         mine.turn.wait()
@@ -157,16 +204,16 @@ class Together:
     def _descend(self, waiting: list[Waiting]) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
         """The steps, kind by kind; on a GPU they may go on when this returns."""
         events = None
-        if self._stream is not None:
+        if self._stream is not None and waiting[0].oracle.model.x.is_cuda:
             torch.cuda.current_stream().wait_stream(self._stream)
             events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             events[0].record()
         groups: dict[tuple, list[Waiting]] = {}
         for one in waiting:
-            groups.setdefault((id(one.oracle), one.request.kind), []).append(one)
+            groups.setdefault((id(one.oracle), one.kind), []).append(one)
         for group in groups.values():
             oracle = group[0].oracle
-            for part in self._parts(group, self._rows or room(oracle.model.x)):
+            for part in self._parts(group, self._rows or oracle.most(group[0].request)):
                 held: bool | BaseException
                 try:
                     held = oracle.descend_all([one.request for one in part])

@@ -1,6 +1,7 @@
-"""Settings drawn at random: chunks and backends agree, and a resumed run is the uninterrupted one, bit for bit."""
+"""Settings drawn at random: chunks, backends and company agree; a resumed run is the whole one, bit for bit."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -67,11 +68,17 @@ def run(name: str, settings: dict, rounds: int = 5, **more) -> fs.Result:
     )  # fmt: skip
 
 
+def run_beside(name: str, settings: dict, beside: dict) -> fs.Result:
+    """The same run, its cohorts in one batch with those of another."""
+    side = fs.Together(backend="vmap")
+    return side.play([partial(run, name, own, backend=side) for own in (settings, beside)])[0]
+
+
 def check(name: str, number: int, folder) -> None:
     rng = random.Random(f"{name} {number}")
     settings, whole = fitting(name, rng)
-    for way in WAYS:
-        other = run(name, settings, **way)
+    for way in (*WAYS, {"beside": settings | {"lr": 0.01}}):
+        other = run_beside(name, settings, **way) if "beside" in way else run(name, settings, **way)
         assert other.status == whole.status, (settings, way)
         found, wanted = (other.x, other.rows), (whole.x, whole.rows)
         torch.testing.assert_close(

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 import fedstride as fs
 from fedstride.algorithm import Delta
-from fedstride.compiled import Program, _stretches, identity, pointwise
+from fedstride.compiled import Program, _stretches
 from fedstride.convolution import by_rows
 from fedstride.descent import Local, Moving
+from fedstride.tracing import identity, pointwise
 from fedstride.vector import VectorModel
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: torch sees no CUDA device")

@@ -304,7 +304,7 @@ def test_killed_in_the_middle_and_resumed(tmp_path, fedstride):
     wait_for_rows(victim, tmp_path / "killed" / "scaffold" / "seed-0" / "rows.jsonl", 4)
     victim.kill()
     victim.communicate()
-    assert not (tmp_path / "killed" / "fedbuff").exists(), "the kill came too late"
+    assert not (tmp_path / "killed" / "fedbuff" / "seed-1" / "clients.json").exists(), "the kill came too late"
     refused = fedstride("compare", "study.toml", "--out", "killed", code=2)
     assert "unfinished run; go on with resume" in refused.err
     resumed = json.loads(fedstride("compare", "study.toml", "--json", "--resume", "--out", "killed").out)
@@ -463,9 +463,14 @@ def test_runs_whose_uploads_must_be_seen_together_stay_whole():
     assert _whole_runs(plans[2:], 2) == plans[2:] and _whole_runs(plans[:1], 2) == []
 
 
-def test_a_misspelt_metric_stops_a_sweep_after_its_first_run(tmp_path, fedstride):
-    fedstride("sweep", "rounds=1", "--over", "lr=0.1,0.2", "--by", "acuracy", "--json", "--out", "s", code=2)
-    assert len(list((tmp_path / "s").glob("*/seed-0"))) == 1
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_a_misspelt_metric_stops_a_sweep_at_its_first_measurement(model, tmp_path, fedstride):
+    """Whether runs go side by side or one after the other."""
+    changes = ("rounds=3", "every=2", "steps=1", f"model.name={model}", "--over", "lr=0.1,0.2")
+    done = fedstride("sweep", *changes, "--by", "acuracy", "--json", "--out", "s", code=2)
+    assert "acuracy" in done.err and "accuracy" in done.err
+    assert not list((tmp_path / "s").glob("*/seed-0/clients.json"))
+    assert len(list((tmp_path / "s").glob("*/seed-0"))) == (2 if model == "mlp" else 1)
 
 
 def test_exit_codes_and_json(tmp_path, fedstride):

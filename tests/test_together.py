@@ -10,6 +10,7 @@ from torch import nn
 
 import fedstride as fs
 from fedstride import checkpoint, study, together
+from fedstride.compiled import Compiled
 from fedstride.vector import VectorModel
 
 OPTIONS = dict(batch_size=4, dtype=torch.float64, rounds=3, lr=0.1, steps=[1, 4, 2, 5, 3, 1])
@@ -41,7 +42,7 @@ def test_runs_together_equal_runs_alone(monkeypatch, share, turns):
     monkeypatch.setattr(fs.together.Begun, "share", lambda self: share)
     clients, test = digits()
     works = runs(clients, test)
-    together, batches, begun = fs.Together(), [], []
+    together, batches, begun = fs.Together(backend="compiled"), [], []
     steps = together._descend
     monkeypatch.setattr(together, "_descend", lambda waiting: begun.append(len(waiting)) or steps(waiting))
     ordinary = fs.together.Compiled.descend_all
@@ -71,7 +72,7 @@ def test_runs_that_compute_in_different_types_do_not_share_a_program(traced):
         partial(fs.simulate, "fedavg", fs.models.make("mlp"), clients, **OPTIONS | dict(dtype=dtype))
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    side = fs.Together()
+    side = fs.Together(backend="compiled")
     found = side.play([partial(work, backend=side) for work in works])
     assert (found[0].x - found[1].x).abs().max() > 1e-4
     for result, work in zip(found, works):
@@ -120,7 +121,7 @@ def test_networks_that_only_their_settings_tell_apart(kind, traced):
     clients, _ = digits()
     build, *settings = NETWORKS[kind]
     works = [partial(fs.simulate, "fedavg", build(setting), clients, **OPTIONS) for setting in settings]
-    side = fs.Together()
+    side = fs.Together(backend="compiled")
     found = side.play([partial(work, backend=side) for work in works])
     assert (found[0].x - found[1].x).abs().max() > 1e-3
     for result, work in zip(found, works):
@@ -130,9 +131,9 @@ def test_networks_that_only_their_settings_tell_apart(kind, traced):
 @pytest.mark.parametrize("kind", ["dropout", "frozen", "buffer", "number"])
 def test_networks_that_are_alike_share_programs(kind):
     build, setting, _ = NETWORKS[kind]
-    side, loss = fs.Together(), fs.losses.cross_entropy
+    side, loss = fs.Together(backend="compiled"), fs.losses.cross_entropy
     for _ in range(2):
-        side.oracle(VectorModel(build(setting), torch.float32), loss, None)
+        side.oracle(Compiled(VectorModel(build(setting), torch.float32), loss, None))
     assert len(side._oracles) == 1
 
 
@@ -144,7 +145,7 @@ def uncompiled(monkeypatch):
 
 def test_an_error_of_one_run_lets_the_others_end(uncompiled):
     clients, _ = digits()
-    together, ended = fs.Together(), []
+    together, ended = fs.Together(backend="compiled"), []
 
     def fails(row):
         raise ValueError("enough")
@@ -176,7 +177,7 @@ def test_checkpoints_of_runs_side_by_side_share_their_budget(monkeypatch, tmp_pa
     monkeypatch.setattr(checkpoint, "write_whole", write)
     monkeypatch.setattr(checkpoint, "BUDGET", 5)
     options = OPTIONS | dict(rounds=60, steps=1, batch_size=1, every=60, progress=progress)
-    side = fs.Together()
+    side = fs.Together(backend="compiled")
     side.play([
         partial(fs.simulate, "fedavg", fs.models.make("mlp"), clients, backend=side, folder=tmp_path / name, **options)
         for name in "abcd"
@@ -190,7 +191,7 @@ def test_large_groups_are_cut():
         def __init__(self, rows):
             self.keys = [0] * rows
 
-    group = [together.Waiting(None, Ask(rows), None, None) for rows in (3, 3, 3, 9, 1)]
+    group = [together.Waiting(None, Ask(rows), (), None, []) for rows in (3, 3, 3, 9, 1)]
     parts = fs.Together._parts(group, 6)
     assert [[len(one.request.keys) for one in part] for part in parts] == [[3, 3], [3], [9], [1]]
 
@@ -211,6 +212,28 @@ def test_a_study_does_its_runs_together(tmp_path, monkeypatch, uncompiled):
     "clients, participation, number",
     [(4, None, 16), (20, None, 13), (100, {"name": "uniform", "n": 10}, 16), (300, None, 1)],
 )
-def test_so_many_runs_as_fill_a_batch(clients, participation, number):
+def test_so_many_runs_as_fill_a_batch(clients, participation, number, monkeypatch):
+    monkeypatch.setattr(together.inputs, "device", lambda name: torch.device("cuda"))
     run = fs.Experiment(partition={"name": "iid", "clients": clients}, participation=participation)
     assert together.several([run, run]) == number
+
+
+@pytest.mark.parametrize(
+    "clients, hidden, batch, number",
+    [(10, 50, 32, 16), (300, 50, 32, 3), (700, 50, 32, 1), (10, 1000, 32, 5), (10, 40_000, 32, 1), (10, 50, 8192, 1)],
+)
+def test_so_many_runs_as_a_cpu_keeps_the_memory_of(clients, hidden, batch, number):
+    """The model has 75 numbers for every hidden unit, an example 64."""
+    model = {"name": "mlp", "hidden": hidden}
+    run = fs.Experiment(partition={"name": "iid", "clients": clients}, model=model, batch_size=batch, device="cpu")
+    assert together.able(run) == (number > 1)
+    assert number == 1 or together.several([run, run]) == number
+
+
+@pytest.mark.parametrize(
+    "changes, gains",
+    [({}, True), ({"model": "cnn"}, False), ({"backend": "sequential"}, False), ({"backend": "vmap"}, True)],
+)
+def test_runs_that_gain_by_others(changes, gains):
+    """Networks with convolutions train client by client on a CPU, alone as well as beside others."""
+    assert together.able(fs.Experiment(device="cpu", **changes)) == gains

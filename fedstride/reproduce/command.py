@@ -107,18 +107,20 @@ def _kind() -> str:
 
 def _watch(err: Console):
     """One line that keeps changing on a terminal, one line a run elsewhere."""
-    last: dict[str, Any] = {"time": 0.0, "name": ""}
+    named: set[str] = set()  # runs side by side send their rows in turns
+    last = 0.0
 
     def watch(name: str, experiment: Experiment, row: dict[str, Any]) -> None:
-        now = time.monotonic()
-        if name != last["name"] and not err.is_terminal:
+        nonlocal last
+        if name not in named and not err.is_terminal:
             err.print(f"{name} ...")
-        last["name"] = name
-        if err.is_terminal and now - last["time"] > 0.2:
+        named.add(name)
+        now = time.monotonic()
+        if err.is_terminal and now - last > 0.2:
             numbers = "".join(f"  {key} {row[key]:.4g}" for key in ("accuracy", "loss", "train_loss") if key in row)
             virtual = f"  {row['seconds']:.1f} s" if row["seconds"] else ""
             err.file.write(f"\r{name}  round {row['round']}/{experiment.rounds}{virtual}{numbers}\x1b[K")
             err.file.flush()
-            last["time"] = now
+            last = now
 
     return watch

@@ -11,6 +11,7 @@ import numpy as np
 from fedstride.reproduce import costs, items, store
 from fedstride.reproduce.command import duration, entry
 from fedstride.reproduce.judge import Verdict, judge
+from fedstride.reproduce.play import BESIDE
 from fedstride.reproduce.store import Found
 
 HEAD = """# Reproduction
@@ -161,8 +162,8 @@ def _made(found: Found) -> str:
     several = f"{seeds[0]}" if seeds[0] == seeds[-1] else f"{seeds[0]} to {seeds[-1]}"
     wall = duration(sum(run["wall"] for run in found.runs))
     made = f"Commit {', '.join(sorted(commits))}; {', '.join(sorted(machines))}"
-    batched = any(run["made"]["backend"] == "compiled" for run in found.runs)
-    counted = ", each counted from start to end though several shared a GPU" if batched else ""
+    beside = any(run["made"]["backend"] in ("compiled", BESIDE) for run in found.runs)
+    counted = ", each counted from start to end though several shared a machine" if beside else ""
     return f"Seeds: {several}. {made}; {len(found.runs)} runs, {wall} of run time in all{counted}."
 
 

@@ -21,6 +21,7 @@ from fedstride.scale.pool import Pool, hired
 from fedstride.statistics import Run
 from fedstride.together import Together, able, several
 
+BESIDE = "vmap, side by side"  # how runs were made that shared a CPU
 Watch = Callable[[str, Experiment, dict[str, Any]], None]
 
 
@@ -51,7 +52,7 @@ def play(
 ) -> Found:  # fmt: skip
     """Tune on the first seed where there is a grid, then run every seed; stored runs stay, half-done ones go on.
 
-    jobs: runs side by side, in one batch on a GPU, in processes elsewhere; None: as many as is good.
+    jobs: runs side by side, in one batch where that is quicker, else in processes; None: as many as is good.
     workers: instead, whole runs on these, as long as there is one for each of them.
     """
     found = Found(item, path)
@@ -61,7 +62,7 @@ def play(
                 _spread(found, folder.absolute(), seeds, watch, pool)
         return found
     planned = [task.experiment for task in missing(found, seeds)]
-    if jobs != 1 and planned and able(planned):  # also a single one: it is long enough to be compiled
+    if jobs != 1 and planned and all(map(able, planned)):  # also a single one: on a GPU it is compiled
         _together(found, folder, seeds, watch, jobs or several(planned))
         return found
     if jobs and jobs > 1:
@@ -91,7 +92,8 @@ def _together(found: Found, folder: Path, seeds: int, watch: Watch, jobs: int) -
         while task := next((task for task in missing(found, seeds) if _folder(task.experiment) not in busy), None):
             busy.add(_folder(task.experiment))
             own = partial(watch, str(task), task.experiment)
-            _add(found, task, _run(task.experiment, folder, own, together), folder)
+            ended = _run(task.experiment, folder, own, together)
+            _add(found, task, ended._replace(backend=BESIDE) if ended.backend == "vmap" else ended, folder)
             busy.discard(_folder(task.experiment))
 
     while any(missing(found, seeds)):  # some can be planned only when others are over
