@@ -181,6 +181,19 @@ def test_fednova_server_momentum_off_and_on():
     assert not torch.equal(problem.run(FedNova(server_momentum=0.5), rounds=3).x, problem.run(FedNova(), rounds=3).x)
 
 
+def test_fednova_server_momentum_is_of_gradients_not_of_steps():
+    """u <- m u + step / lr, x <- x + lr u, where the learning rate changes from round to round."""
+    problem, momentum, rates = Quadratics(), 0.6, [0.12, 0.03, 0.3, 0.05]
+    eye, x, u = np.eye(4), np.linspace(-1, 1, 4), np.zeros(4)
+    for lr in rates:
+        steps = zip(problem.weights["data"], STEPS, problem.a, problem.c)
+        paths = [w / k * (np.linalg.matrix_power(eye - lr * a, k) - eye) @ (x - c) for w, k, a, c in steps]
+        u = momentum * u + np.dot(problem.weights["data"], STEPS) * sum(paths) / lr
+        x = x + lr * u
+    found = problem.run(FedNova(server_momentum=momentum), rounds=4, lr=lambda round: rates[round - 1])
+    np.testing.assert_allclose(found.x.numpy(), x, rtol=1e-12)
+
+
 @pytest.mark.parametrize("who", [None, fs.participation.uniform(3), fs.participation.uniform(4, replacement=True)])
 def test_scaffold_invariants(who):
     problem = Quadratics()

@@ -34,7 +34,8 @@ class DlsgdHomo(_Delayed):
     D_i` over the first n arrivals and sends x to everybody.
 
     Deviations: Eq. (3) prints a minus sign, with which the step would go uphill. A client is busy until its update is
-    sent, since it has no send buffer.
+    sent, since it has no send buffer. Of updates that arrive at the same moment, those whose training was planned first
+    go first.
 
     Limits: n = N and equal speeds give Local-SGD; K = 1 gives AsySG. On heterogeneous data it rests where clients
     weigh as often as they arrive; `dlsgd-homo` and FedBuff share that bias, `dlsgd-hetero` does not.

@@ -41,7 +41,8 @@ class FedaGracSaving(Algorithm):
     second exchange goes only to clients that owe a first gradient (the fast ones in mode "std", nobody in mode "avg").
 
     Deviations: nu always sums over everybody's last v_i, which the server has anyway: `nu_scope="all"` of FedaGrac. The
-    same trajectory as that to rounding. The server needs 2 N vectors of memory.
+    same trajectory as that to rounding, unless a slow client is there for the first exchange and away for the second:
+    there it keeps its old v_i, here the server has the new one already. The server needs 2 N vectors of memory.
     """
 
     fixed_fleet = True  # the server keeps a row a client

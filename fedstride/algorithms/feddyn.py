@@ -28,7 +28,8 @@ class FedDyn(Algorithm):
     always.
 
     Deviations: weights w_i in both places instead of 1/M, so that the limit is the weighted optimum. The authors' code
-    evaluates the plain mean of the local models: `deploy="mean"`; the algorithm's own model is `deploy="x"`.
+    evaluates the plain mean of the local models: `deploy="mean"`; the algorithm's own model is `deploy="x"`. Under an
+    asynchronous schedule displacements are added to the newest model: `x <- x + mean(y_i - x_then) - h / alpha`.
 
     Limits: exact for any K_i, with part of the fleet too; small alpha is slow.
     """

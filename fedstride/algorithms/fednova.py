@@ -9,7 +9,7 @@ from fedstride.algorithm import Algorithm, check_number, register
 
 class State(NamedTuple):
     x: Tensor
-    u: Tensor  # server momentum
+    u: Tensor  # server momentum, in units of gradients
 
 
 class Upload(NamedTuple):
@@ -33,7 +33,7 @@ class FedNova(Algorithm):
     Rule: a client's displacement is `D_i = -lr_i sum_k a_{i,k} g_k`. The server takes `x <- x + tau_eff sum w_i D_i /
     (lr_i |a_i|_1)` with `tau_eff = sum w_i lr_i |a_i|_1`; where all have the same lr, it cancels. Plain SGD has
     |a_i|_1 = K_i; momentum rho and a proximal term mu change it by the recurrence `weight <- rho weight + 1`, `norm <-
-    (1 - lr mu) norm + weight`. Server momentum: `u <- m u + step`, `x <- x + u`.
+    (1 - lr mu) norm + weight`. Server momentum, with the mean lr of the round: `u <- m u + step / lr`, `x <- x + lr u`.
 
     Deviations: with mu > 0, tau_eff averages K_i, as the authors' optimiser does. Public code updates the norm by the
     momentum line and the proximal line in turn, which is not |a_i|_1 when both are on; the recurrence above is. Local
@@ -76,5 +76,9 @@ class FedNova(Algorithm):
         return Upload((y - msg.x) / (work.lr * norm), work.lr * reach), memory
 
     def server(self, state, replies):
-        u = self.server_momentum * state.u + replies.mean("reach") * replies.mean("d")
-        return State(state.x + u, u)
+        step = replies.mean("reach") * replies.mean("d")
+        if not self.server_momentum:
+            return State(state.x + step, state.u)
+        lr = replies.mean("lr").to(step.dtype)
+        u = self.server_momentum * state.u + step / lr
+        return State(state.x + lr * u, u)

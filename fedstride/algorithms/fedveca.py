@@ -64,7 +64,8 @@ class FedVeca(Algorithm):
     Deviations: roll-back is off by default: in the printed form it stalls. The floor gets 1e-3 and float64, or equal
     clients get 19 or 20 by chance of rounding. The server divides by ||grad F||^2, so its norm need not travel. After
     clipping tau_k is computed anew. 0/0 in L (x_0 = 0, or after a roll-back) is skipped. A_i = min A = 0 gives tau_max;
-    who did a single step keeps tau. The premise `lr tau L >= 1` is reported, never enforced.
+    who did a single step keeps tau. The premise `lr tau L >= 1` is reported, never enforced, and L with it; both count
+    the slope between this round's model and the last one's, which the paper's server uses a round later.
 
     Limits: fixed tau and no roll-back is FedNova; equal A_i give equal tau (20 for alpha 0.95) and FedAvg's step.
     """
@@ -129,7 +130,7 @@ class FedVeca(Algorithm):
     def server(self, state, replies):
         gradient, lr = replies.mean("gradient"), float(replies.mean("lr"))
         candidate = state.x - lr * replies.mean("steps").to(state.x.dtype) * replies.mean("mean")
-        # L_k for the rounds after this one: at k = 0 from x_0 alone, else from the last two points.
+        # L_k: at k = 0 from x_0 alone, else from the last two points.
         moved, change = (state.x - state.x_before, gradient - state.gradient) if state.k else (state.x, gradient)
         slope = float(change.norm() / moved.norm()) if float(moved.norm()) > 0 else 0.0
         tau, a_min = state.tau, state.a_min

@@ -26,7 +26,9 @@ class Scaffnew(Algorithm):
 
     Deviations: the method assigns the steps itself, a geometric number with mean 1/p, the same for all, so the run's
     `steps` is ignored. A round is two exchanges with one vector each way in all: the mean comes down and settles h_i,
-    then the client trains and sends; so a client whose upload was lost or refused skips that update of h_i.
+    then the client trains and sends; so a client whose upload was lost or refused skips that update of h_i. In virtual
+    time the second exchange begins when the slowest client has settled, and both take the latency of the links, so a
+    round is longer than one of FedAvg with the same steps and bytes.
 
     Limits: exact with everyone in every round; p = 1 is gradient descent.
     """
