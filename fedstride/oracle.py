@@ -6,9 +6,9 @@ Backends compute the same numbers to rounding:
   thread each, so large models keep the cores busy without waiting for each other at every step.
 * `vmap` computes a whole cohort in one call. Convolutions stay convolutions: as patch products they were slower or at
   best equal wherever they were measured without compilation (docs/performance.md). A shape of batch that keeps coming
-  is traced: the same operations in the same order without the work of finding them, so model and loss must be functions
-  of their arguments alone. Steps along gradients, or gradients and a term that the method adds, are traced at once
-  where a job moves many numbers, and write no gradients (fedstride/tracing.py).
+  is traced for any number of clients: the same operations in the same order without the work of finding them, so model
+  and loss must be functions of their arguments alone. Steps along gradients, or gradients and a term that the method
+  adds, are traced at once where a job moves many numbers, and write no gradients (fedstride/tracing.py).
 * `graph` (fedstride/graph.py) is `vmap` on a CUDA device, recorded and replayed.
 * `compiled` (fedstride/compiled.py) makes a program of a whole local step; half a minute to make, then the fastest.
 
@@ -27,18 +27,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedstride import heap
 from fedstride.descent import Local, Moving
 from fedstride.errors import FedstrideError
 from fedstride.losses import LossFunction
 from fedstride.parts import Alone, Held, Parts
-from fedstride.tracing import identity, pointwise
+from fedstride.tracing import identity, pointwise, trace
 from fedstride.vector import KeyedDropout, VectorModel, rewind
 
 BACKENDS = ("sequential", "vmap", "graph", "compiled")
-TRIES, TRACES = 400, 100  # a shape is traced when it has come so often that it pays; so many shapes at most
+TRIES, TRACES = 100, 100  # a shape is traced when it has come so often that it pays; so many shapes at most
 PLAIN = 1_500_000  # parameters times steps in a job from which tracing its steps pays within some jobs
 # About this much memory for the vectors of the clients that train together; on a CPU what the process keeps when it is
 # free, so that the next chunk needs no fresh pages.
@@ -137,14 +136,15 @@ class Vmap(Oracle):
         self._pointwise: dict[tuple, bool] = {}
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        shape = (len(y), *(None if part is None else (part.shape, part.dtype) for part in batch))
-        trace = self._traces.get(shape)
-        if trace is not None:
-            return trace(y, *(part for part in batch if part is not None))
+        shape = tuple(None if part is None else (part.shape[1:], part.dtype) for part in batch)
+        traced = self._traces.get(shape)
+        if traced is not None:
+            return traced(y, *(part for part in batch if part is not None))
+        found = self.compute(y, batch)
         self._seen[shape] += 1
         if self._seen[shape] == TRIES and len(self._traces) < TRACES:
-            self._traces[shape] = self._trace(y, batch)
-        return self.compute(y, batch)
+            self._traces[shape] = self._trace(y, batch, found)
+        return found
 
     def hold(self, at: Moving, direction: Any, local: Local, steps: int) -> Held | None:
         if local != Local() or at.carries or steps * at.y.shape[1] < PLAIN or any(row.dim() != 2 for row in at.rows):
@@ -161,21 +161,21 @@ class Vmap(Oracle):
         g, loss = self.rowwise(grad_and_value(self.row_loss), y, *batch)
         return loss, g
 
-    def _trace(self, y: Tensor, batch: Batch) -> Callable | None:
-        """The operations of `compute` for tensors of these shapes; None where they depend on the values."""
+    def _trace(self, y: Tensor, batch: Batch, found: tuple[Tensor, Tensor]) -> Callable | None:
+        """The operations of `compute`; None where they depend on the values, or give other bits than were found."""
         given = [part is not None for part in batch]
 
         def flat(y: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
             rest = iter(parts)
             return self.compute(y, Batch(*(next(rest) if there else None for there in given)))  # type: ignore[arg-type]
 
+        tensors = [y, *(part for part in batch if part is not None)]
         try:
-            traced = make_fx(flat)(y, *(part for part in batch if part is not None))
+            traced = trace(flat, tensors, [True] * len(tensors)).forward
+            same = all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(traced(*tensors), found))
         except Exception:  # whatever it is: tracing is for speed alone
             return None
-        traced.graph.eliminate_dead_code()
-        traced.recompile()
-        return traced.forward
+        return traced if same else None
 
     def rowwise(self, function: Callable, *arguments: Tensor | list[Tensor] | None):
         return vmap(function, in_dims=tuple(None if a is None else 0 for a in arguments))(*arguments)
