@@ -28,7 +28,7 @@ from fedstride.losses import LossFunction
 from fedstride.results import Result, Target
 from fedstride.scale import Pool
 from fedstride.simulate import simulate
-from fedstride.together import Together
+from fedstride.together import Together, able
 from fedstride.world import Pace, World
 
 
@@ -196,9 +196,10 @@ class Experiment(BaseModel):
         together: Together | None = None,
         workers: Pool | None = None,
     ) -> Result:
-        """Simulate it, alone or with other runs."""
+        """Simulate it, alone or, where it gains by that, with other runs."""
         method, model, clients, _, settings = self.prepare()
-        settings["backend"] = together or settings["backend"]
+        if together is not None and able(self):
+            settings["backend"] = together
         settings |= dict(folder=folder, resume=resume, progress=progress, workers=workers)
         return simulate(method, model, clients, **settings)
 
@@ -231,6 +232,11 @@ class Experiment(BaseModel):
         part = self.data if self.data.name in FLEETS else self.partition
         count = None if part is None else part.options.get("clients")
         return None if count is None else inputs.whole("clients", count)
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the examples are read, so that other runs have the same, not drawn for this run."""
+        return self.data.name not in FLEETS
 
     @property
     def cohort(self) -> int | None:

@@ -47,17 +47,27 @@ class Request:
     @cached_property
     def kind(self) -> tuple | None:
         """Cohorts of the same kind can be one; None: this one must do its steps alone."""
-        code, sampler = identity(self.direction), self.sampler
-        if code is None or callable(sampler.sampling):
+        code, sampler, own = identity(self.direction), self.sampler, (1, len(self.keys))
+        if code is None or callable(sampler.sampling) or not all(p.dim() and len(p) in own for p in self.parts[0]):
             return None
-        data = (sampler.clients.inputs.data_ptr(), sampler.clients.targets.data_ptr())
+        tables = (sampler.clients.inputs, sampler.clients.targets)
+        data = tuple((table.data_ptr(), table.shape, table.stride(), table.dtype) for table in tables)
         drawn = (sampler.batch_size, sampler.sampling)
-        return self.begun, code, self.local, self.local.augment, self.parts[1], drawn, data
+        return self.begun, code, self.local, named(self.local.augment), self.parts[1], drawn, data
 
     @property
     def total(self) -> int:
         """Steps of all its clients."""
         return int(self.jobs.steps.sum())
+
+
+def named(value: Any) -> Any:
+    """What a value is told by: itself, or who it is where it cannot be hashed."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
 
 
 class Joint:
@@ -159,7 +169,8 @@ class Several(Vmap):
             if len(self._samplers) >= FLEETS:
                 self._samplers.clear()
             fleets, first = [sampler.clients for sampler in samplers], samplers[0]
-            order, sizes = torch.cat([fleet.order for fleet in fleets]), np.concatenate([f.sizes for f in fleets])
+            order = torch.cat([fleet.order[: fleet.offsets[-1]] for fleet in fleets])
+            sizes = np.concatenate([fleet.sizes for fleet in fleets])
             whole = Clients(first.clients.inputs, first.clients.targets, order, sizes)
             # With the samplers themselves, so that no other can come to have the same id.
             self._samplers[name] = samplers, Sampler(whole, first.batch_size, first.sampling)

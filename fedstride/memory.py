@@ -12,6 +12,11 @@ from torch import Tensor
 PAGE = 1 << 26  # bytes
 
 
+def main_memory() -> int:
+    """Bytes of main memory that the memories of fleets may take, where nobody says it: a quarter of the machine's."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
 def as_rows(values: Any) -> Any:
     """A NamedTuple of tensors with a leading axis of one client: [d] -> [1, d], [] -> [1, 1]; the rest as it is."""
     if not values:
@@ -43,7 +48,7 @@ class Memories:
         device, limit = initial[0].device, self._limit
         self._bytes = sum(value.numel() * value.element_size() for value in self._initial)  # of a client
         self._rows = max(1, PAGE // self._bytes)
-        main = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 if limit is None else limit * (1 << 30)
+        main = main_memory() if limit is None else limit * (1 << 30)
         on_device = torch.cuda.mem_get_info(device)[1] // 4 if device.type == "cuda" else 0
         self._room = [(device, on_device), (torch.device("cpu"), main)]  # bytes that are left
 

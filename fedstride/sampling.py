@@ -67,7 +67,7 @@ class Sampler:
     def bytes(self) -> int:
         """Bytes of the inputs of one client's mini-batch; 0: it is not of one size."""
         inputs = self.clients.inputs
-        return (self.batch_size or 0) * inputs[0].numel() * inputs.element_size()
+        return 0 if callable(self.sampling) else (self.batch_size or 0) * inputs[0].numel() * inputs.element_size()
 
     def steps_per_epoch(self, clients: np.ndarray) -> np.ndarray:
         """Steps in one pass over the local data."""

@@ -266,8 +266,9 @@ def make_oracle(backend: str | Together, vector: VectorModel, clients: Clients, 
     check_scalar(loss, outputs, targets)
     each = per_example(loss, outputs, targets, clients.targets)
     if isinstance(backend, Together):
-        name = backend.backend(vector.x.device)
-        return backend.oracle(build_oracle(name, vector, len(clients), loss, each, examples, targets))
+        name, automatic = backend.backend(vector.x.device)
+        oracle = build_oracle(name, vector, len(clients), loss, each, examples, targets, automatic=automatic)
+        return backend.oracle(oracle)
     return build_oracle(backend, vector, len(clients), loss, each, examples, targets)
 
 
@@ -279,15 +280,17 @@ def build_oracle(
     each: tuple[LossFunction, str] | None,
     examples: Tensor,
     targets: Tensor,
+    *,
+    automatic: bool = False,
 ) -> oracles.Oracle:
-    """The backend, tried on a few examples."""
+    """The backend, tried on a few examples; where nobody asked for it by name, another one if it fails."""
     name = oracles.choose(backend, vector, vector.x.device, cohort)
     oracle = oracles.make(name, vector, loss, each)
     key = torch.zeros(1, dtype=torch.int64, device=vector.x.device) if vector.dropouts else None
     try:
         oracle(vector.x[None], oracles.Batch(examples[None], targets[None], None, key))
     except (RuntimeError, ValueError) as error:
-        if name == "sequential" or backend != "auto":
+        if name == "sequential" or not (automatic or backend == "auto"):
             raise FedstrideError(
                 f"the {name} backend cannot take this model and loss: {str(error).splitlines()[0]}"
                 + ("" if name == "sequential" else "; use backend='sequential'")

@@ -195,6 +195,8 @@ class Study:
 
         def complete(plans: Iterator[Planned], together: Together | None = None, pool: Pool | None = None) -> None:
             for plan in plans:
+                if together and together.failed:
+                    return
                 if plan.folder in found:
                     continue
                 if plan in missing:

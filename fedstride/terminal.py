@@ -30,14 +30,15 @@ def live(study: Study, quiet: bool) -> Iterator[tuple]:
         everything = bars.add_task("all runs", total=len(study.plans), numbers=f"0/{len(study.plans)}")
         current = bars.add_task("", total=1.0, numbers="")
         under_way: dict[str, tuple[float, str]] = {}  # how far each run is
-        over: list[str] = []
+        over = 0
 
-        def show(numbers: str) -> None:
+        def show() -> None:
             shares = [share for share, _ in under_way.values()]
             mean = sum(shares) / len(shares) if shares else 1.0
+            numbers = min(under_way.values())[1] if shares else ""  # of several runs, the one that is the furthest back
             name = next(iter(under_way), "") if len(shares) < 2 else f"{len(shares)} side by side"
             bars.update(current, description=name, completed=mean, numbers=numbers)
-            bars.update(everything, completed=len(over) + sum(shares), numbers=f"{len(over)}/{len(study.plans)}")
+            bars.update(everything, completed=over + sum(shares), numbers=f"{over}/{len(study.plans)}")
 
         def watch(plan: Planned, row: dict[str, Any]) -> None:
             share = row["round"] / plan.experiment.rounds
@@ -47,13 +48,13 @@ def live(study: Study, quiet: bool) -> Iterator[tuple]:
             numbers += [f"accuracy {row['accuracy']:.3f}"] if "accuracy" in row else []
             numbers += [f"{row['seconds']:.1f} s"] if row["seconds"] else []
             under_way[str(plan)] = min(1.0, share), ", ".join(numbers)
-            _, last = min(under_way.values())  # of several runs, the one that is the furthest back
-            show(last)
+            show()
 
         def done(plan: Planned, run: Run) -> None:
+            nonlocal over
             under_way.pop(str(plan), None)
-            over.append(str(plan))
-            show("")
+            over += 1
+            show()
             if bars.disable and not quiet:
                 last = run.rows[-1] if run.rows else {}
                 accuracy = f", accuracy {last['accuracy']:.3f}" if "accuracy" in last else ""

@@ -22,7 +22,8 @@ import torch
 
 from fedstride import inputs
 from fedstride.compiled import Compiled
-from fedstride.joint import Request, Several, most
+from fedstride.joint import Request, Several, most, named
+from fedstride.memory import main_memory
 from fedstride.oracle import Oracle, Vmap, choose
 from fedstride.sampling import Sampler
 from fedstride.vector import VectorModel
@@ -37,24 +38,31 @@ BUSY = 0.9  # share of the time that a GPU steps; with less, the runs are halved
 
 
 class Network(NamedTuple):
-    """What counts of an experiment's model."""
+    """What counts of an experiment's model and fleet, on a CPU."""
 
     batched: bool  # whether `auto` trains several clients at a time
     most: int  # clients in one batch at most
+    fleets: int  # so many fleets may remember a vector for every client: a quarter of the machine's memory
 
 
 NETWORKS: dict[str, Network] = {}  # by data, batch size and model
 
 
 def able(experiment: "Experiment") -> bool:
-    """Whether a run gains by others beside it: its clients train many at a time, and do not fill a batch alone."""
+    """Whether a run gains by others beside it, and leaves it open how it trains.
+
+    On a CPU a run gains if its clients train many at a time, do not fill a batch alone, and have data that other runs
+    have as well.
+    """
     device = inputs.device(experiment.device).type
+    if experiment.chunk is not None:
+        return False
     if device == "cuda":
         return experiment.backend in ("auto", "compiled")
-    if device != "cpu" or experiment.backend not in ("auto", "vmap"):
+    if device != "cpu" or experiment.backend not in ("auto", "vmap") or not experiment.reads_data:
         return False
     network = _network(experiment)
-    return network.batched and network.most >= 2 * (experiment.cohort or 1)
+    return network.batched and network.fleets > 1 and network.most >= 2 * (experiment.cohort or 1)
 
 
 def several(experiments: "Iterable[Experiment]") -> int:
@@ -63,7 +71,8 @@ def several(experiments: "Iterable[Experiment]") -> int:
     smallest = min((run.cohort or 1 for run in runs), default=1)
     if all(inputs.device(run.device).type == "cuda" for run in runs):
         return max(1, min(RUNS, -(-FILLED // smallest)))
-    return min(RUNS, min(_network(run).most for run in runs) // smallest)
+    networks = [_network(run) for run in runs]
+    return min(RUNS, min(one.most for one in networks) // smallest, min(one.fleets for one in networks))
 
 
 def _network(experiment: "Experiment") -> Network:
@@ -72,11 +81,12 @@ def _network(experiment: "Experiment") -> Network:
     plain = type(experiment)(**parts, device="cpu")
     name = json.dumps(plain.dump(), sort_keys=True)
     if name not in NETWORKS:
-        prepared = plain.prepare()
+        prepared = plain.model_copy(update={"seed": experiment.seed}).prepare()
         model = VectorModel(prepared.model, getattr(torch, plain.dtype), torch.device("cpu"))
-        batch = None if plain.batch_size == "all" else plain.batch_size
-        size = Sampler(prepared.clients, batch, "replacement").bytes
-        NETWORKS[name] = Network(choose("auto", model, model.x.device, 2) == "vmap", most(model.x, size))
+        clients = prepared.clients.to(model.x.device, model.dtype)
+        size = Sampler(clients, prepared.settings["batch_size"], "replacement").bytes
+        fleets = int(main_memory() / (len(clients) * model.x.nbytes))
+        NETWORKS[name] = Network(choose("auto", model, model.x.device, 2) == "vmap", most(model.x, size), fleets)
     return NETWORKS[name]
 
 
@@ -113,6 +123,8 @@ class Together:
         self._backend = backend  # None: `compiled` on a GPU, elsewhere what `auto` chooses
         self._ready: deque[threading.Event] = deque()  # whose turn comes next; one run works at a time
         self._waiting: list[Waiting] = []
+        self.failed = False  # whether a run has ended with an error: no new one should be begun
+        self._interrupted = False
         self._begun: deque[Begun] = deque()  # those whose runs have not gone on
         self._latest: Begun | None = None
         self._halved = False
@@ -123,16 +135,22 @@ class Together:
         self._worker = ThreadPoolExecutor(1)
 
     def play(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Do all of them; an error of one is raised when the others are over."""
+        """Do all of them; an error of one is raised when the others are over.
+
+        An interrupt ends all of them where they next come to local steps.
+        """
         results: list[Any] = [None] * len(works)
         errors: list[BaseException] = []
+        self.failed = self._interrupted = False
 
         def work(number: int, turn: threading.Event) -> None:
             turn.wait()
             try:
-                with torch.cuda.stream(self._stream):
-                    results[number] = works[number]()
+                if not self._interrupted:
+                    with torch.cuda.stream(self._stream):
+                        results[number] = works[number]()
             except BaseException as error:
+                self.failed = True
                 errors.append(error)
             self._hand_on()
 
@@ -144,15 +162,21 @@ class Together:
         for thread in threads:
             thread.start()
         self._hand_on()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self._interrupted = self.failed = True
+            for thread in threads:
+                thread.join()
+            raise
         if errors:
             raise errors[0]
         return results
 
-    def backend(self, device: torch.device) -> str:
-        """How its runs train."""
-        return self._backend or ("compiled" if device.type == "cuda" else "auto")
+    def backend(self, device: torch.device) -> tuple[str, bool]:
+        """How its runs train, and whether nobody asked for that by name."""
+        return self._backend or ("compiled" if device.type == "cuda" else "auto"), self._backend is None
 
     def oracle(self, alone: Oracle) -> Oracle:
         """The oracle of one run; runs with the same network and loss share its programs."""
@@ -160,7 +184,8 @@ class Together:
         if not isinstance(own, (Compiled, Several)):
             return own
         model = own.model
-        name = (own.name, str(model.layers), model.frozen, *model.code, str(model.signature), model.dtype, own.loss)
+        network = (str(model.layers), model.frozen, *model.code, str(model.signature), model.dtype)
+        name = (own.name, *network, named(own.loss), own.reduction, model.mixes_examples)
         shared = self._oracles.setdefault(name, own)
         member = copy.copy(shared)
         member.model = model
@@ -176,6 +201,8 @@ class Together:
         self._waiting.append(mine)
         self._hand_on()
         mine.turn.wait()
+        if self._interrupted:
+            raise KeyboardInterrupt
         if isinstance(mine.result[0], BaseException):
             raise mine.result[0]
         return mine.result[0]
@@ -197,14 +224,19 @@ class Together:
         """Begin the steps of all who wait."""
         waiting, self._waiting = self._waiting, []
         self._halved = self._halved or (self._latest is not None and self._latest.share() < BUSY)
-        turns, since = [one.turn for one in waiting], time.perf_counter()
-        self._latest = Begun(turns, since, self._worker.submit(self._descend, waiting).result())
+        turns, since, events = [one.turn for one in waiting], time.perf_counter(), None
+        try:
+            events = self._worker.submit(self._descend, waiting).result()
+        except Exception as error:  # nobody may wait for ever
+            for one in waiting:
+                one.result[0] = error
+        self._latest = Begun(turns, since, events)
         self._begun.append(self._latest)
 
     def _descend(self, waiting: list[Waiting]) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
         """The steps, kind by kind; on a GPU they may go on when this returns."""
         events = None
-        if self._stream is not None and waiting[0].oracle.model.x.is_cuda:
+        if self._stream is not None and any(one.oracle.model.x.is_cuda for one in waiting):
             torch.cuda.current_stream().wait_stream(self._stream)
             events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             events[0].record()

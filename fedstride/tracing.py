@@ -9,6 +9,7 @@ compiled step adds both in one go (`add_products`).
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -219,14 +220,18 @@ def identity(direction: Callable | None) -> tuple | None:
     """What tells the code of a direction from another's; None where it closes over what may change."""
     if direction is None:
         return ()
-    cells = tuple(cell.cell_contents for cell in direction.__closure__ or ())
-    constants = (*cells, *(direction.__defaults__ or ()))
+    function = getattr(direction, "__func__", direction)  # what a method of an object is made of
+    if not isinstance(function, FunctionType):
+        return None
+    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    named = sorted((function.__kwdefaults__ or {}).items())
+    constants = (getattr(direction, "__self__", None), *cells, *(function.__defaults__ or ()), *named)
     try:
         hash(constants)
     except TypeError:
         return None
     changing = any(isinstance(one, Tensor) for one in trees.tree_leaves(constants))
-    return None if changing else (direction.__code__, constants)
+    return None if changing else (function.__code__, constants)
 
 
 def pointwise(direction: Callable | None, local: Local, at: Moving) -> bool:

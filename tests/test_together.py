@@ -198,8 +198,9 @@ def test_large_groups_are_cut():
 
 def test_a_study_does_its_runs_together(tmp_path, monkeypatch, uncompiled):
     planned = study.Study({"rounds": 2, "partition": {"name": "iid", "clients": 4}}, methods=["fedavg"], seeds=3)
+    monkeypatch.setattr(study, "able", lambda experiment: False)
     alone = planned.play(tmp_path / "alone")
-    monkeypatch.setattr(study, "able", lambda experiments: True)
+    monkeypatch.setattr(study, "able", lambda experiment: True)
     joint = planned.play(tmp_path / "together")
     assert list(joint) == list(alone)
     for one, other in zip(joint["fedavg"], alone["fedavg"]):

@@ -86,17 +86,28 @@ def missing(found: Found, seeds: int) -> Iterator[Task]:
 
 def _together(found: Found, folder: Path, seeds: int, watch: Watch, jobs: int) -> None:
     """Runs as rows of one batch."""
-    together, busy = Together(), set()
+    together, busy, idle = Together(), set(), 0
+
+    def ready() -> list[Task]:
+        return [task for task in missing(found, seeds) if _folder(task.experiment) not in busy]
 
     def work() -> None:
-        while task := next((task for task in missing(found, seeds) if _folder(task.experiment) not in busy), None):
+        nonlocal idle
+        while (tasks := ready()) and not together.failed:
+            if idle and len(tasks) > 1:
+                return  # more can be done now than when the others had nothing left: all begin anew
+            task = tasks[0]
             busy.add(_folder(task.experiment))
-            own = partial(watch, str(task), task.experiment)
-            ended = _run(task.experiment, folder, own, together)
-            _add(found, task, ended._replace(backend=BESIDE) if ended.backend == "vmap" else ended, folder)
+            shared = len(busy) > 1
+            ended = _run(task.experiment, folder, partial(watch, str(task), task.experiment), together)
+            if ended.backend == "vmap" and (shared or len(busy) > 1):
+                ended = ended._replace(backend=BESIDE)
+            _add(found, task, ended, folder)
             busy.discard(_folder(task.experiment))
+        idle += 1
 
     while any(missing(found, seeds)):  # some can be planned only when others are over
+        idle = 0
         together.play([work] * jobs)
 
 
