@@ -27,7 +27,7 @@ from fedstride.engine import Run
 from fedstride.errors import FedstrideError
 from fedstride.simulator import Simulator
 
-FORMAT = 2
+FORMAT = 3
 BUDGET = 20  # a checkpoint is due when this many times its duration has passed: at most 5 % of the time
 
 

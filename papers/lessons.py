@@ -1,7 +1,8 @@
-"""What the five papers teach together, on one fleet: logistic regression on a9a, twenty clients. Nothing is printed.
+"""What the five papers teach together. Nothing is printed; docs/lessons.md draws the conclusions.
 
-The objective is convex, so the distance from its least value says how far a method is from the solution, and nothing
-about accuracy on test data has to be read into it. docs/lessons.md draws the conclusions.
+Most of it is shown on one fleet, logistic regression on a9a with twenty clients: the objective is convex, so the
+distance from its least value says how far a method is from the solution, and nothing about accuracy on test data has to
+be read into it.
 """
 
 from functools import cache
@@ -12,7 +13,7 @@ import torch
 
 from fedstride import data
 from fedstride.experiment import Experiment
-from fedstride.reproduce import Cell, Item, Measure
+from fedstride.reproduce import Cell, Item, Measure, final
 
 TITLE = "Lessons (ours)"
 OURS = True  # no paper prints these
@@ -123,4 +124,30 @@ def seconds(scale: str) -> Item:
     )  # fmt: skip
 
 
-ITEMS = {"steps": steps, "seconds": seconds}
+def calibration(scale: str) -> Item:
+    """Why a network learns nothing at FedaGrac's rate 1: too many steps, or the noise of first gradients?"""
+    sent = {"its own choice": "std", "means": "avg", "first gradients": "first"}
+    methods: dict[str, Any] = {"FedAvg": "fedavg"}
+    for name, mode in sent.items():
+        methods[f"FedaGrac, {name}"] = {"name": "fedagrac", "start": "zeros", "mode": mode}
+    uneven = [round(100 + 100 * client / 3) for client in range(10)]  # as in FedaGrac's figure 2a
+    fleet = dict(data="fashion-mnist", model="cnn-fedagrac", lr=0.03, train_loss=False, every=2)
+    cells = [
+        Cell(row, column, _experiment(method, {**SKEWED, "clients": 10}, own, batch_size=batch, **fleet))
+        for row, own, batch in (
+            ("250 steps for all, batch 25", 250, 25),
+            ("100 to 400 steps, batch 25", uneven, 25),
+            ("100 to 400 steps, batch 100", uneven, 100),
+        )
+        for column, method in methods.items()
+        if own == uneven or "choice" not in column  # with equal steps nobody is fast: its choice is the means
+    ]
+    return Item(
+        "Calibration", "What a client sends as its reference decides how large the calibration rate may be.",
+        tuple(cells), (final(last=10),),
+        choices=("The fleet of FedaGrac's figure 2a, calibration rate 1, lr 0.03, 50 rounds, every second one measured.",
+                 "250 is the mean of 100 to 400, so all rows have as many steps a round."),
+    )  # fmt: skip
+
+
+ITEMS = {"steps": steps, "seconds": seconds, "calibration": calibration}

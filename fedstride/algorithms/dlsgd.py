@@ -37,7 +37,7 @@ class DlsgdHomo(_Delayed):
     sent, since it has no send buffer. Of updates that arrive at the same moment, those whose training was planned first
     go first.
 
-    Limits: n = N and equal speeds give Local-SGD; K = 1 gives AsySG. On heterogeneous data it rests where clients
+    Limits: with equal speeds, n = N gives Local-SGD; K = 1 gives AsySG. On heterogeneous data it rests where clients
     weigh as often as they arrive; `dlsgd-homo` and FedBuff share that bias, `dlsgd-hetero` does not.
     """
 
