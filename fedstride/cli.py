@@ -101,7 +101,9 @@ def reproduce(
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; by default what the item asks for.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for runs under way.")] = Path("runs/reproduce"),
     list_: Annotated[bool, typer.Option("--list", help="Show items, what they cost, and what is done.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side: a batch or processes; 1: in turn.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs side by side: a batch or processes; 1: in turn.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Run the full scale even without a GPU.")] = False,
     workers: Workers = None,
     ray: RayAddress = None,
