@@ -145,7 +145,7 @@ def calibration(scale: str) -> Item:
     return Item(
         "Calibration", "What a client sends as its reference decides how large the calibration rate may be.",
         tuple(cells), (final(last=10),),
-        choices=("The fleet of FedaGrac's figure 2a, calibration rate 1, lr 0.03, 50 rounds, measured every second one.",
+        choices=("The fleet of FedaGrac's figure 2a, rate 1, lr 0.03, 50 rounds, every other one measured.",
                  "250 is the mean of 100 to 400, so all rows have as many steps a round."),
     )  # fmt: skip
 
