@@ -12,6 +12,7 @@ import torch
 from fedstride.algorithm import REGISTRY, Algorithm
 from fedstride.inputs import unfit
 from fedstride.reproduce import page as reproduction
+from fedstride.reproduce import pictures
 from fedstride.schedule import Buffered
 
 HERE = Path(__file__).parent
@@ -126,7 +127,7 @@ def main() -> None:
     (HERE / "methods").mkdir(exist_ok=True)
     for path in stale:
         path.write_text(written[path])
-    reproduction.figures(HERE / "reproduction")
+    pictures.figures(HERE / "reproduction")
 
 
 if __name__ == "__main__":

@@ -157,7 +157,8 @@ class Setting:
         common = (
             tuned,
             "The channels of the network are not stated: 32 and 64, by its latent size, bytes and operations.",
-            "Preparation of images is not stated: pixels normalised. Batches: drawn anew for every step.",
+            "Preparation of images is not stated: pixels are scaled by MNIST's mean and deviation, or by CIFAR-10's. "
+            "Batches are drawn anew for every step.",
             "The slow-down is drawn once a client, continuously. The printed operations of a step are taken as they "
             "are, although they are those of one image, not of ten.",
             "The bandwidth is set so that a message takes 44.0 ms (Fashion-MNIST) or 70.6 ms (CIFAR-10), the printed "

@@ -215,7 +215,7 @@ def figure6(scale: str) -> Item:
 
     return Item(
         "Figure 6", "eta tau_k L is at least 1 in every round, but for the first few of the SVM.", tuple(cells),
-        (BELOW, LEAST), curve=("premise", "rounds"), keep=("smoothness", "tau_mean"),
+        (BELOW, LEAST), curve=("premise", "rounds"), level=1, keep=("smoothness", "tau_mean"),
         choices=(
             *OWN, *SVM, *NETWORK, CIFAR,
             "L is the largest estimate so far; 'the first few rounds' of the SVM are taken as ten.",
@@ -286,7 +286,8 @@ def figure8(scale: str) -> Item:
         "Figure 8", "A of clients 4 and 5, who have labels of their own, lies apart from that of the others.",
         (Cell("case 3", "FedVeca", _svm("fedveca", rounds=50)),),
         (LEADS, replace(final("smoothness", scale=1), lower=True)), seeds=1, derive=_groups,
-        curve=("tau_mean", "rounds"), keep=("tau_1_to_3", "tau_4_and_5", "smoothness", "premise", "alpha_bound"),
+        curve=("tau_mean", "rounds"), beside=("tau_1_to_3", "tau_4_and_5"),
+        keep=("smoothness", "premise", "alpha_bound"),
         choices=(
             *OWN, *SVM,
             "Rows hold no A, but steps, which fall with A: who has the least gets 1 / (1 - alpha) = 20.",

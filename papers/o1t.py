@@ -277,6 +277,7 @@ def _cifar(title: str, beta: float, scale: str, smooth: float = 2.0, more: bool 
             "The paper averages five runs; the full scale has three seeds, of which those named above were run.",
             *(("FedAdam and FedProx run 'by their papers', values not stated: server step 0.01 with local step 0.03; "
                "mu = 0.1 with Algorithm 2's step.",) if more else ()),
+            "SCAFFOLD takes option II and a server step of 1.",
             "Added: SCAFFOLD and FedLin with Algorithm 2's step, to separate the method from the size of its steps.",
         ),
         reduced="" if scale == "full" else "30 rounds instead of 200, one seed.",

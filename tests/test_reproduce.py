@@ -11,7 +11,21 @@ from typer.testing import CliRunner
 import fedstride as fs
 from fedstride.cli import app
 from fedstride.experiment import Experiment
-from fedstride.reproduce import Cell, Claim, Found, Item, Measure, Order, final, items, page, play, rounds_to, store
+from fedstride.reproduce import (
+    Cell,
+    Claim,
+    Found,
+    Item,
+    Measure,
+    Order,
+    final,
+    items,
+    page,
+    pictures,
+    play,
+    rounds_to,
+    store,
+)
 from fedstride.reproduce.judge import judge, ratio, shown
 from fedstride.statistics import Run
 
@@ -44,7 +58,7 @@ def test_every_item_runs_and_is_judged(paper, name, tmp_path):
     item = items.item(paper, name, "smoke")
     found = play.play(item, tmp_path / "found.json", tmp_path / "runs", seeds=1)
     assert found.complete and judge(found).done == len(item.cells)
-    assert page.picture(found) is not None
+    assert pictures.picture(found) is not None
     again = Found(item, tmp_path / "found.json")  # what was written is what was measured
     assert json.dumps(again.runs) == json.dumps(found.runs)
     assert list(play.missing(again, 1)) == []

@@ -139,7 +139,9 @@ class Item:
         None  # more numbers for every row of a run
     )
     curve: tuple[str, str] = ("accuracy", "rounds")  # metric and axis of the picture
-    keep: tuple[str, ...] = ()  # more metrics to keep of every curve
+    beside: tuple[str, ...] = ()  # more metrics in the picture
+    level: float | None = None  # a line across the picture; by default the target at which runs stop
+    keep: tuple[str, ...] = ()  # more metrics to keep
     log: bool = False  # logarithmic metric axis
     ours: bool = False  # not in the paper
 

@@ -1,12 +1,8 @@
-"""docs/reproduction.md and its pictures, made from the stored results alone."""
+"""docs/reproduction.md, made from the stored results alone."""
 
-import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from fedstride.reproduce import costs, items, store
 from fedstride.reproduce.command import duration, entry
@@ -26,7 +22,10 @@ puts in an order, by its numbers or its words; *sure* means that the interval of
 out, which a single seed cannot show; a run that did not arrive or diverged counts there as if it had needed twice the
 longest of the others, or had half the least. Claims that compare numbers compare medians, claims that a method reaches
 a target or does not ask it of every seed; claims about curves are judged at the sixty or so rounds that are kept. Items
-and claims marked *(ours)* are not in the papers and stand outside the first table.
+and claims marked *(ours)* are not in the papers and stand outside the first table. *Whole* means that every cell has a
+run at full scale; seeds that are missing are listed at the end. In pictures a thin line is a seed, ending where its run
+ended (at the target, after the last round, or with a cross where it diverged); the thick line is the mean as long as
+all seeds run, a dotted one the target.
 """
 
 
@@ -55,7 +54,7 @@ def text(pictures: str = "reproduction") -> str:
         rows.append(f"| {module.TITLE} | {total.run} / {total.printed + len(omitted)} | {total.text()} |")
         body += [f"# {module.TITLE}", "", *([f"Not here: {'; '.join(omitted)}.", ""] if omitted else []), *sections]
     summary = [
-        "| paper | items run / printed | of these at full scale, in part | orderings that agree / known (sure) "
+        "| paper | items run / printed | of these at full scale: whole, in part | orderings that agree / known (sure) "
         "| reversed | claims that hold / known |",
         "|---|---|---|---|---|---|", *rows,
     ]  # fmt: skip
@@ -165,68 +164,3 @@ def _made(found: Found) -> str:
     beside = any(run["made"]["backend"] in ("compiled", BESIDE) for run in found.runs)
     counted = ", each counted from start to end though several shared a machine" if beside else ""
     return f"Seeds: {several}. {made}; {len(found.runs)} runs, {wall} of run time in all{counted}."
-
-
-def figures(folder: Path) -> None:
-    """One picture an item and scale."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for paper, name in items.select(None):
-        for scale in dict.fromkeys(items.own_scale(paper, name, scale) for scale in ("full", "cpu")):
-            found = Found(items.item(paper, name, scale), store.path(paper, name, scale))
-            if found.done:
-                picture(found).savefig(folder / f"{paper}-{name}-{scale}.png", dpi=80)
-
-
-def picture(found: Found) -> Any:
-    """A panel a row, a line a column: the mean over seeds, in the shade from the least to the largest."""
-    from matplotlib.figure import Figure
-
-    item = found.item
-    metric, against = item.curve
-    rows = [row for row in item.rows if any(found.curves(row, column, metric, against) for column in item.columns)]
-    across = 2 if len(rows) == 4 else min(3, max(1, len(rows)))
-    down = max(1, math.ceil(len(rows) / across))
-    figure = Figure(figsize=(3.6 * across + 2.2, 2.7 * down + 0.5), layout="constrained")
-    axes = list(figure.subplots(down, across, squeeze=False).flat)
-    colours = {column: f"C{number % 10}" for number, column in enumerate(item.columns)}
-    for row, axis in zip(rows, axes):
-        for column in item.columns:
-            _line(
-                axis,
-                found.curves(row, column, metric, against),
-                column,
-                colours[column],
-                item.columns.index(column) > 9,
-            )
-        axis.set_title(row, fontsize=9)
-        axis.tick_params(labelsize=7)
-        axis.grid(alpha=0.25)
-        if item.log:
-            axis.set_yscale("log")
-    for axis in axes[len(rows) :]:
-        axis.set_visible(False)
-    figure.supxlabel(against, fontsize=9)
-    figure.supylabel(metric, fontsize=9)
-    labels: dict[str, Any] = {}
-    for axis in figure.axes:
-        labels |= dict(zip(*reversed(axis.get_legend_handles_labels())))
-    if labels:
-        figure.legend(list(labels.values()), list(labels), loc="outside right upper", fontsize=7, frameon=False)
-    return figure
-
-
-def _line(axis: Any, curves: dict[int, tuple[list, list]], label: str, colour: str, dashed: bool) -> None:
-    """Seeds that were measured at other places are brought to those of the first one."""
-    lines = [
-        (np.array(where, float), np.array([math.nan if value is None else value for value in values], float))
-        for where, values in curves.values()
-        if len(where) > 1
-    ]
-    if not lines:
-        return
-    last = min(where[-1] for where, _ in lines)
-    at = lines[0][0][lines[0][0] <= last]
-    table = np.stack([np.interp(at, where, values) for where, values in lines])
-    axis.plot(at, table.mean(0), color=colour, label=label, linewidth=1.2, linestyle="--" if dashed else "-")
-    if len(lines) > 1:
-        axis.fill_between(at, table.min(0), table.max(0), color=colour, alpha=0.15, linewidth=0)

@@ -146,6 +146,11 @@ class Found:
         curves = [(run["seed"], run["curve"]) for run in runs if metric in run["curve"]]
         return {seed: (curve[axis], [math.nan if y is None else y for y in curve[metric]]) for seed, curve in curves}
 
+    def diverged(self, row: str, column: str) -> set[int]:
+        """The seeds whose runs did."""
+        cell = self.cell(row, column)
+        return set() if cell is None else {run["seed"] for run in self.best(cell) if run["status"] == "diverged"}
+
     @staticmethod
     def _number(run: dict[str, Any], measure: Measure) -> float:
         value = run["values"][measure.name]
@@ -169,7 +174,7 @@ class Found:
 
     def add(self, cell: Cell, point: dict[str, Any], experiment: Experiment, run: Run, wall: float, how: str) -> None:
         """Store one more run, in the place of an older one."""
-        names = {self.item.curve[0], *self.item.keep}
+        names = {self.item.curve[0], *self.item.beside, *self.item.keep}
         plan = at(cell, point, run.seed)
         values = {measure.name: measure.of(run) for measure in self.item.measures}
         entry = {
