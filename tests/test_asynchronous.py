@@ -504,6 +504,17 @@ def test_nobody_left_is_said_with_time_and_clients():
             Quadratics().run(method, rounds=50, steps=1, world=gone)
 
 
+def test_who_is_away_when_a_model_comes_takes_the_one_that_is_on_its_way():
+    """Client 0 is ten seconds off and away when its first model comes; others were sent meanwhile."""
+    world = fs.World(
+        devices=1.0, links=fs.links.bandwidth(1e12, latency=[10.0] + [0.1] * 5),
+        availability=lambda client, now: client > 0 or not 9.5 <= now < 10.5,
+    )  # fmt: skip
+    result = Quadratics().run(fs.algorithms.DlsgdHomo(n=1), rounds=80, steps=1, world=world, timeline=True)
+    first = next(job for job in result.timeline.jobs if job["client"] == 0)
+    assert first["start"] == pytest.approx(11.2) and first["version"] > 0
+
+
 def test_too_few_live_clients_do_not_hang():
     two_left = fs.World(devices=1.0, availability=lambda client, seconds: client < 2 or seconds < 0.5)
     with pytest.raises(fs.FedstrideError, match="has 2 of 3 updates and nobody is at work.*lower n"):

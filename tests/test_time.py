@@ -200,6 +200,14 @@ def test_an_unlucky_cohort_is_an_empty_round(tmp_path):
     assert [row["clients"] for row in late.rows] == [0, 1] and seconds(late) == pytest.approx([1.0, 1.02])
 
 
+def test_a_round_that_nobody_finishes_is_empty_where_others_were_not():
+    table, late = [[2] * 6, [9] * 6, [2] * 6], fs.schedule.Deadline(5.0, late="drop")
+    result = Quadratics().run("fedavg", rounds=3, world=fs.World(devices=1.0), steps=table, schedule=late)
+    assert [row["clients"] for row in result.rows] == [6, 0, 6] and seconds(result) == pytest.approx([2, 7, 9])
+    with pytest.raises(fs.FedstrideError, match="no client of the fleet can finish"):
+        Quadratics().run("fedavg", rounds=3, world=fs.World(devices=1.0), steps=9, schedule=late)
+
+
 def test_absences_are_waited_out_until_the_deadline():
     world = fs.World(devices=0.1, availability=lambda client, now: client != 3)
     result = Quadratics().run("fedavg", rounds=2, world=world, steps=2, schedule=fs.schedule.Deadline(5.0))

@@ -59,22 +59,27 @@ class _Receiving(Course):
             down = self.costs.down[client]
             newest = next((v for v, sent in reversed(self.broadcasts) if sent + down <= now), -1)
             if newest <= self.taken[client] and client not in self.retry:
-                coming = [sent + down for v, sent in self.broadcasts if v > self.taken[client]]
-                if coming:
-                    self.clock.push(coming[0], CLIENT, "model", [client])
-                else:
-                    self.waiting.append(client)
+                self._await_model(client)
                 continue
             version = max(newest, self.taken[client])
             there, since = self._presence(client, version)
             if since == float("inf"):
-                self.waiting.append(client)  # looks again when the next model comes
+                self._await_model(client)
             elif since > now:
                 self.clock.push(since, CLIENT, "model", [client])
             else:
                 self.retry.discard(client)
                 number = self._start(client, version, now, not there)
                 self._started(number, self.jobs[number])
+
+    def _await_model(self, client: int) -> None:
+        """The client looks again when the next model comes: one that is on its way, or one not sent yet."""
+        down = self.costs.down[client]
+        coming = [sent + down for _, sent in self.broadcasts if sent + down > self.clock.now]
+        if coming:
+            self.clock.push(coming[0], CLIENT, "model", [client])
+        else:
+            self.waiting.append(client)
 
     def _started(self, number: int, job: Job) -> None:
         raise NotImplementedError
