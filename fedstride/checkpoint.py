@@ -46,6 +46,14 @@ def write_whole(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
+def make_folder(path: Path) -> None:
+    """A folder with those above it, if it is not there yet."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FedstrideError(f"cannot write to the folder {path}: {error.strerror}") from None
+
+
 def flatten(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     """Move the tensors out of nested NamedTuples and leave a JSON skeleton."""
     if isinstance(value, Tensor):
@@ -160,8 +168,8 @@ class Folder:
         """Put the stored run into a fresh one; without a stored run, make the folder ready for this one."""
         stored = self._stored
         if stored is None:
+            make_folder(self.path)
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
                 for table in (self._rows, self._timeline):  # rows without a checkpoint belong to nothing
                     table.path.unlink(missing_ok=True)
                 write_whole(self._rows.path, b"")

@@ -20,7 +20,7 @@ from fedstride.deploy import cli as deploy
 from fedstride.errors import FedstrideError, unknown
 from fedstride.scale import Pool
 from fedstride.statistics import Run
-from fedstride.study import Planned, Study, parse_override
+from fedstride.study import Planned, Study, listed
 from fedstride.terminal import end, err, live, ranked, show, shown_metric, summary
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -59,8 +59,8 @@ def compare(
     given = description(items, seeds)
     if methods is not None:
         given["methods"] = [method(text) for text in methods.split(",")]
-    listed = given.get("methods", [])
-    if not isinstance(listed, list) or len(listed) < 2:
+    methods = given.get("methods", [])
+    if not isinstance(methods, list) or len(methods) < 2:
         raise FedstrideError("compare needs at least two methods, such as --methods fedavg,scaffold")
     folder, results = _study(given, "compare", items, out, resume, json_, track, _pool(workers, ray))
     _report(folder, None, quiet=json_)
@@ -83,7 +83,7 @@ def sweep(
         path, equals, values = text.partition("=")
         if not equals:
             raise FedstrideError(f"--over needs a field and its values, such as lr=0.01,0.1, not {text!r}")
-        given.setdefault("grid", {})[path] = [parse_override(f"v={value}")[1] for value in values.split(",")]
+        given.setdefault("grid", {})[path] = listed(values)
     grid = given.get("grid")
     if not isinstance(grid, dict) or not grid:
         raise FedstrideError("sweep needs a grid, such as --over lr=0.01,0.1")
@@ -190,7 +190,7 @@ def _study(
     stem = next((Path(item).stem for item in items or [] if item.endswith(".toml")), study.base.data.name)
     base = Path("runs") / f"{command}-{stem}"
     others = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
-    folder = out or next(place for place in itertools.chain((base,), others) if study.fits(place))
+    folder = out or next(place for place in itertools.chain((base,), others) if study.fits(place, resume))
     with live(study, json_) as (watch, done), tracker(track, folder) as follow:
 
         def both(plan: Planned, row: dict[str, Any]) -> None:

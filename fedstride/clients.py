@@ -107,14 +107,14 @@ class Clients:
         return Fleet(torch.as_tensor(share, device=device), torch.as_tensor(self.sizes, device=device))
 
 
-_COPIES = WeakTensorKeyDictionary()  # a table -> {(device, dtype): the same there}
+_COPIES = WeakTensorKeyDictionary()  # a table -> {(device, dtype): how often it was changed, and the same there}
 
 
 def _there(table: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A table on a device; runs on the same data share one copy, which goes when the table goes."""
     if table.device == device and table.dtype == dtype:
         return table
-    copies = _COPIES.setdefault(table, {})
-    if (device, dtype) not in copies:
-        copies[device, dtype] = table.to(device, dtype)
-    return copies[device, dtype]
+    copies, changed = _COPIES.setdefault(table, {}), table._version
+    if copies.get((device, dtype), (None,))[0] != changed:
+        copies[device, dtype] = changed, table.to(device, dtype)
+    return copies[device, dtype][1]

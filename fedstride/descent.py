@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as trees
 
 AUGMENT = 1 << 41  # key offset of the augmentation of mini-batches
 
@@ -66,11 +67,10 @@ def move(direction: Callable[..., Any] | None, local: Local, at: Moving, g: Tens
 
 def _store(old: Any, new: Any) -> None:
     """Write a new carry over the one it came from, unless it was updated in place."""
-    if isinstance(old, tuple):
-        for a, b in zip(old, new):
-            _store(a, b)
-    elif old is not new:
-        old.copy_(new)
+    pairs = [(a, b) for a, b in zip(trees.tree_leaves(old), trees.tree_leaves(new)) if a is not b]
+    held = {a.untyped_storage()._cdata for a, _ in pairs}
+    for a, b in [(a, b.clone() if b.untyped_storage()._cdata in held else b) for a, b in pairs]:  # moved among them
+        a.copy_(b)
 
 
 def cut(tree: Any, rows: slice, whole: int) -> Any:

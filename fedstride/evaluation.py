@@ -56,6 +56,29 @@ class Evaluation:
                 raise FedstrideError(str(error).replace("client 0", "test")) from None
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise FedstrideError(f"the test data do not fit model and loss: {str(error).splitlines()[0]}") from None
+            self._try(outputs)
+
+    def _try(self, outputs: Tensor) -> None:
+        """Mistakes in metrics come out before the first round: on two examples, or, where one needs more, on all."""
+        inputs, targets = self._test  # type: ignore[misc]
+        try:
+            self._measured(outputs, targets[: len(outputs)])
+        except FedstrideError:
+            self._measured(self._model.predict(self._model.x, inputs), targets)
+
+    def _measured(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """The user's own metrics."""
+        numbers = {}
+        for name, metric in self._metrics.items():
+            try:
+                value = metric(outputs, targets)
+            except Exception as error:  # it is the user's code
+                raise FedstrideError(f"the metric {name!r} fails on the test data: {_first(error)}") from error
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise FedstrideError(f"the metric {name!r} must give one number, not {str(value)[:80]}") from None
+        return numbers
 
     def __call__(self, x: Tensor) -> dict[str, float]:
         """The numbers for one row."""
@@ -66,7 +89,7 @@ class Evaluation:
             numbers["loss"] = float(self._loss(outputs, targets))
             if self.classifies:
                 numbers["accuracy"] = float((outputs.argmax(1) == targets).double().mean())
-            numbers |= {name: _number(name, metric(outputs, targets)) for name, metric in self._metrics.items()}
+            numbers |= self._measured(outputs, targets)
         if self._training is not None:
             clients, weights = self._training
             outputs = self._model.predict(x, clients.inputs)
@@ -80,8 +103,5 @@ class Evaluation:
         return numbers
 
 
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise FedstrideError(f"the metric {name!r} must give one number, not {str(value)[:80]}") from None
+def _first(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import tomli_w
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from torch import nn
 
 from fedstride import data, inputs, losses, models, oracle, steps
@@ -89,6 +89,13 @@ class Experiment(BaseModel):
     chunk: int | None = Field(None, ge=1)
     memory: float | None = Field(None, ge=0)
     timeline: bool = True
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError(f"must not be {str(value).lower()}")
+        return value
 
     def __init__(self, **fields: Any) -> None:
         try:

@@ -153,6 +153,8 @@ class Vmap(Oracle):
         if code is None:
             return None
         if code not in self._pointwise:
+            if len(self._pointwise) >= TRACES:  # a method that changes a number every round
+                return None
             self._pointwise[code] = pointwise(direction, Local(), at)
         return Parts(self, at, direction, self._steps.setdefault(code, {})) if self._pointwise[code] else None
 

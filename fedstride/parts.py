@@ -60,7 +60,9 @@ class Parts:
         shapes = self._oracle.model.shapes
         if vectors.shape[1] == 1 and self._y.shape[1] > 1:
             return [vectors.reshape(-1, *[1] * len(shape)) for shape in shapes]
-        return [part.reshape(-1, *shape) for part, shape in zip(vectors.split(self._oracle.model.sizes, 1), shapes)]
+        return [
+            part.reshape(len(part), *shape) for part, shape in zip(vectors.split(self._oracle.model.sizes, 1), shapes)
+        ]
 
     def _directions(self, own: list[Tensor], rows: list[Tensor], batch: Sequence[Tensor | None]) -> list[Tensor]:
         """The losses, and for every parameter where its step goes."""

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -125,6 +126,8 @@ def simulate(
         raise FedstrideError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(clients, Clients):
         raise FedstrideError("clients must be made with fs.Clients.from_arrays")
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise FedstrideError("torch.autocast does not reach all threads of a run; say dtype=torch.bfloat16 instead")
     rounds, every, seed = inputs.whole("rounds", rounds), inputs.whole("every", every), inputs.whole("seed", seed, 0)
     batch_size = None if batch_size is None else inputs.whole("batch_size", batch_size)
     chunk = None if chunk is None else inputs.whole("chunk", chunk)
@@ -295,6 +298,8 @@ def build_oracle(
                 f"the {name} backend cannot take this model and loss: {str(error).splitlines()[0]}"
                 + ("" if name == "sequential" else "; use backend='sequential'")
             ) from None
+        reason = str(error).splitlines()[0]
+        warnings.warn(f"{name} cannot take this model and loss, `sequential` goes on: {reason}", stacklevel=3)
         oracle = oracles.make("sequential", vector, loss, each)
     return oracle
 

@@ -31,6 +31,7 @@ from fedstride.statistics import Run
 from fedstride.together import Together, able, several
 
 UNSHARED = ("guard", "robust", "privacy", "wire")  # with these, workers cannot share the cohorts of a run
+ENDS = ("rounds", "seconds")
 RESERVED = ("study.toml", "report.html", "figures", "table.csv", "table.parquet", "tensorboard")
 
 
@@ -112,32 +113,41 @@ class Study:
         fields |= {"seeds": self.seeds, "methods": list(self.methods)}
         return fields | ({"grid": self.grid} if self.grid else {})
 
-    def fits(self, folder: Path) -> bool:
+    def fits(self, folder: Path, resume: bool = False) -> bool:
         """Whether a folder can take its runs: it is new, or holds the same study."""
         try:
-            self._joined(folder / "study.toml")
+            self._joined(folder / "study.toml", resume)
         except FedstrideError:
             return False
         return True
 
-    def _joined(self, path: Path) -> dict[str, Any]:
-        """The description to store: this study, and what the folder holds of the same experiment already."""
+    def _joined(self, path: Path, resume: bool) -> dict[str, Any]:
+        """The description to store: this study, and what the folder holds of the same experiment already.
+
+        Only a study that goes on may have another end.
+        """
         mine = self.dump()
         if not path.exists() or not any(path.parent.glob("*/seed-*/run.json")):
             return mine
         stored = read_toml(path)
-        for key in sorted((stored.keys() | mine.keys()) - {"methods", "seeds", "grid", "rounds", "seconds"}):
+        free = {"methods", "seeds", "grid", *(ENDS if resume else ())}
+        for key in sorted((stored.keys() | mine.keys()) - free):
             if stored.get(key) != mine.get(key):
                 raise FedstrideError(
                     f"{path.parent} holds another study: its {key} is {stored.get(key)!r}, not {mine.get(key)!r}; "
-                    "choose another folder (--out)"
+                    f"choose another folder (--out){', or go on with --resume' * (key in ENDS)}"
                 )
+        grids = [list(one.get("grid", {})) for one in (stored, mine)]
+        if set(grids[0]) != set(grids[1]):
+            raise FedstrideError(
+                f"{path.parent} holds another study: its grid is over {grids[0]}, not {grids[1]}; choose another "
+                "folder (--out)"
+            )
         old, seeds = stored.get("methods", []), stored.get("seeds", [])
         known = [_entry(method) for method in old]
         mine["methods"] = [*old, *(method for method in mine["methods"] if _entry(method) not in known)]
         for field, values in stored.get("grid", {}).items():
-            given = mine.get("grid", {}).get(field, [])
-            mine["grid"] = mine.get("grid", {}) | {field: [*values, *(value for value in given if value not in values)]}
+            mine["grid"] |= {field: [*values, *(value for value in mine["grid"][field] if value not in values)]}
         return mine | {"seeds": sorted({*seeds, *mine["seeds"]})}
 
     def _plans(self) -> Iterator[Planned]:
@@ -177,7 +187,7 @@ class Study:
             if key not in seen:
                 plan.experiment.prepare()
             seen.add(key)
-        whole_study = self._joined(root / "study.toml")
+        whole_study = self._joined(root / "study.toml", resume)
         states = [_state(root / plan.folder, plan.experiment) for plan in self.plans]
         for plan, state in zip(self.plans, states):
             if state == "unfinished" and not resume:
@@ -293,6 +303,14 @@ def parse_override(text: str) -> tuple[str, Any]:
         return path.strip(), value.strip()
 
 
+def listed(text: str) -> list[Any]:
+    """`0.1,0.2` as values: one TOML list, or word by word."""
+    try:
+        return tomllib.loads(f"values = [{text}]")["values"]
+    except tomllib.TOMLDecodeError:
+        return [parse_override(f"value={word}")[1] for word in text.split(",")]
+
+
 def _state(path: Path, experiment: Experiment) -> str:
     """new, unfinished or complete; a folder with another experiment in it is refused."""
     if not (path / "experiment.toml").exists() or not (path / "run.json").exists():
@@ -302,7 +320,7 @@ def _state(path: Path, experiment: Experiment) -> str:
     except FedstrideError as error:
         raise FedstrideError(f"{path / 'experiment.toml'} cannot be used: {error}") from None
     for key in sorted(stored.keys() | mine.keys()):
-        if stored.get(key) != mine.get(key) and key not in ("rounds", "seconds"):
+        if stored.get(key) != mine.get(key) and key not in ENDS:
             raise FedstrideError(
                 f"{path} holds another experiment: its {key} is {stored.get(key)!r}, not {mine.get(key)!r}; choose "
                 "another folder"

@@ -249,8 +249,9 @@ class Together:
                 held: bool | BaseException
                 try:
                     held = oracle.descend_all([one.request for one in part])
-                except BaseException as error:  # it belongs to all of them, whoever does the work
-                    held = error
+                except BaseException as error:
+                    # Alone on a CPU, only the guilty fail; on a GPU it belongs to all, whoever does the work.
+                    held = False if isinstance(error, Exception) and isinstance(oracle, Several) else error
                 for one in part:
                     one.result[0] = held
         if events is not None:

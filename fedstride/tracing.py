@@ -9,7 +9,8 @@ compiled step adds both in one go (`add_products`).
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from fedstride.convolution import add_correlation, correlate_rows
 from fedstride.descent import Local, Moving
 from fedstride.products import add_product
 
-PRIMES = (8191, 8209, 8219, 8221, 8231, 8233, 8237, 8243)  # a number of clients that is told from all other lengths
+# Numbers of clients while a function is traced: told from all lengths, and from all that a model may compute with.
+PRIMES = (761838283, 761838313, 761838331, 761838359)
 
 aten = torch.ops.aten
 SUMS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
@@ -43,10 +45,22 @@ def trace(function: Callable, tensors: Sequence[Tensor], rows: Sequence[bool], s
             else mode.from_tensor(value)
             for value, own in zip(tensors, rows)
         ]
-        traced = make_fx(function)(*fakes)
+        with _rules_only():
+            traced = make_fx(function)(*fakes)
     if not single:
         _free(traced, size, list(rows).index(True))
     return traced
+
+
+@contextmanager
+def _rules_only() -> Iterator[None]:
+    """Without what `vmap` does for an operation it has no rule for: one call a client, of which there are many here."""
+    before = torch._C._functorch._is_vmap_fallback_enabled()
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(before)
 
 
 def _free(traced: fx.GraphModule, size: int, row: int) -> None:
@@ -225,7 +239,8 @@ def identity(direction: Callable | None) -> tuple | None:
         return None
     cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
     named = sorted((function.__kwdefaults__ or {}).items())
-    constants = (getattr(direction, "__self__", None), *cells, *(function.__defaults__ or ()), *named)
+    world = tuple(function.__globals__.get(name) for name in _names(function.__code__))
+    constants = (getattr(direction, "__self__", None), *cells, *(function.__defaults__ or ()), *named, world)
     try:
         hash(constants)
     except TypeError:
@@ -234,18 +249,36 @@ def identity(direction: Callable | None) -> tuple | None:
     return None if changing else (function.__code__, constants)
 
 
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that a function may look up in its module, or a function within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
 def pointwise(direction: Callable | None, local: Local, at: Moving) -> bool:
-    """Whether a step treats every number of the vectors alike, whatever the others are."""
+    """Whether a step treats every number of the vectors alike, whatever the others are and however many."""
     if local.clip is not None:
         return False
     if direction is None:
         return True
     try:
-        with FakeTensorMode():
-            fakes = trees.tree_map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device), at)
-            carry = (fakes.carry,) if at.carries else ()
-            traced = make_fx(direction)(torch.empty_like(fakes.y), fakes.y, *carry, *fakes.rows)
+        traced = [_direction(direction, at, more) for more in (0, 1)]
     except Exception:  # it looks at values, or at tensors that it was not given
         return False
-    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    return all(torch.Tag.pointwise in getattr(target, "tags", ()) for target in called)
+    called = [node.target for node in traced[0].graph.nodes if node.op == "call_function"]
+    return traced[0].code == traced[1].code and all(torch.Tag.pointwise in getattr(op, "tags", ()) for op in called)
+
+
+def _direction(direction: Callable, at: Moving, more: int) -> fx.GraphModule:
+    """The operations of a direction, with so many more clients and parameters."""
+
+    def fake(leaf: Tensor) -> Tensor:
+        shape = [n + more if n == whole > 1 else n for n, whole in zip(leaf.shape, at.y.shape)]
+        return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+
+    with FakeTensorMode():
+        fakes = trees.tree_map(fake, at)
+        carry = (fakes.carry,) if at.carries else ()
+        return make_fx(direction)(torch.empty_like(fakes.y), fakes.y, *carry, *fakes.rows)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as trees
 
 from fedstride.descent import AUGMENT, Local, Moving, active, cut, move, shaped
 from fedstride.keys import fold
@@ -80,6 +81,7 @@ class Work:
         losses = self.steps.new_zeros(count)
         velocity = torch.zeros_like(y) if self._local.momentum else losses
         begun, gradients = (1, torch.empty_like(y)) if first else (0, y)
+        carry = trees.tree_map_only(Tensor, torch.clone, carry)  # it is written over, and the caller's own is not
 
         def train(block: slice) -> None:
             jobs, keys = self.jobs.take(block), self._keys[block]

@@ -483,3 +483,30 @@ def test_a_client_drawn_twice_counts_twice(tmp_path):
     for update in range(1, 7):
         assert sum(job["times"] for job in over.timeline.jobs if job["update"] == update) == 3  # n
     assert any(job["times"] > 1 for job in over.timeline.jobs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["client", "--server", "foo", "--number", "0"], "--server must be HOST:PORT"),
+        (["client", "--server", "localhost:99999", "--number", "0"], "--server must be HOST:PORT"),
+        (["client", "--server", "[::1]:9092", "--number", "0", "--data", "taken"], "--data must be an .npz file or a"),
+        (
+            ["client", "--server", "[::1]:9092", "--number", "0", "--memory", "taken"],
+            "cannot write to the folder taken",
+        ),
+        (["keys", "taken", "--clients", "1", "--host", "a"], "cannot write to the folder taken"),
+        (["local", "rounds=1", "partition.clients=2", "--out", "taken"], "cannot write to the folder taken"),
+        (["local", "rounds=1", "partition.clients=2", "--timeout", "0"], "--timeout must be a number of seconds above"),
+        (["local", "rounds=1", "data.name=least-squares", "partition.clients=3"], "such as data.clients=3"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_sentence(arguments, words, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from fedstride.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("")
+    said = CliRunner().invoke(app, ["deploy", *arguments])
+    assert isinstance(said.exception, fs.FedstrideError) and words in str(said.exception)

@@ -562,6 +562,9 @@ def test_float64_from_the_command_line(fedstride, tmp_path):
         (["run", "rounds=1", "participation={name='uniform', n=2, replacement='no'}"], "must be true or false"),
         (["run", "rounds=1", "data={name='svmlight', path=5}"], "svmlight"),
         (["run", "seed=99999999999999999999999"], "seed"),
+        (["run", "rounds=true"], "rounds: must not be true"),
+        (["run", "lr=true"], "lr: must not be true"),
+        (["run", "metrics=sign_accuracy"], "the metric 'sign_accuracy' fails on the test data"),
         (["run", "seconds=1", "world.devices=0.1", "method=centralised"], "takes no virtual time"),
         (["run", "world.devices=0.01", "schedule={name='deadline', seconds=0.05, late='drop'}"], "no client of"),
         (["compare", "methods=5"], "at least two methods"),
@@ -572,6 +575,28 @@ def test_float64_from_the_command_line(fedstride, tmp_path):
 def test_what_newcomers_got_wrong(fedstride, arguments, words):
     out = [] if arguments[0] == "report" else ["--out", "o"]
     assert words in fedstride(*arguments, *out, code=2).err.replace("\n", " ")
+
+
+def test_lists_are_values_of_a_grid_too(fedstride, tmp_path):
+    fedstride("sweep", "rounds=1", "partition.clients=2", "--over", "steps=[1,2],[3,4]", "--out", "o")
+    assert Study.load(tmp_path / "o" / "study.toml").grid == {"steps": [[1, 2], [3, 4]]}
+
+
+def test_without_a_place_another_study_gets_another_folder(fedstride, tmp_path):
+    fedstride("compare", "--methods", "fedavg,scaffold", "rounds=1")
+    fedstride("compare", "--methods", "fedprox,fednova", "rounds=2")
+    fedstride("sweep", "rounds=1", "--over", "lr=0.1")
+    fedstride("sweep", "rounds=1", "--over", "steps=1,2")
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {
+        "compare-digits", "compare-digits-2", "sweep-digits", "sweep-digits-2",
+    }  # fmt: skip
+    place = ("--out", "runs/compare-digits")
+    said = fedstride("compare", "--methods", "fedprox,fednova", "rounds=2", *place, code=2).err
+    assert "its rounds is 1, not 2" in said and "go on with --resume" in said
+    fedstride("compare", "--methods", "fedprox,fednova", "rounds=2", *place, "--resume")
+    page = (tmp_path / "runs" / "compare-digits" / "report.html").read_text()
+    assert "differ in more than their methods, in rounds (1: fedavg, scaffold; 2: fednova, fedprox)" in page
+    assert "differ in more" not in (tmp_path / "runs" / "compare-digits-2" / "report.html").read_text()
 
 
 def test_a_damaged_run_is_named(fedstride, tmp_path):

@@ -320,6 +320,28 @@ def test_where_runs_ended_that_did_not_arrive(tmp_path):
     assert text((10, 0.9, "stopped"), (10, 0.9, "stopped"), (40, 0.9, "stopped"))[1] == 0.5  # of the mean that is shown
 
 
+def test_a_number_that_a_short_run_does_not_have_is_none(tmp_path):
+    late = Measure("after round 10", lambda run: math.nan)
+    cell = Cell("a", "x", small())
+    found = Found(dataclasses.replace(table(cell), measures=(late,)), tmp_path / "found.json")
+    found.add(cell, {}, store.at(cell, {}, 0), Run(0, [row(0.5)], "finished"), 0.1, "vmap")
+    assert shown(found, cell, late) == "none"
+
+
+def test_pictures_show_seeds_targets_and_divergence(tmp_path):
+    cell = Cell("a", "x", small(stop={"accuracy": 0.8}))
+    found = Found(table(cell), tmp_path / "found.json")
+    for seed, status in enumerate(("stopped", "diverged")):
+        rows = [row(0.1 * r, r) for r in (0, 1, 2, 3 - seed)]
+        found.add(cell, {}, store.at(cell, {}, seed), Run(seed, rows, status), 0.1, "vmap")
+    (axis,) = pictures.picture(found).axes
+    level, *_ = [line for line in axis.lines if line.get_linestyle() == ":"]
+    (cross,) = [line for line in axis.lines if line.get_marker() == "x"]
+    thick = next(line for line in axis.lines if line.get_label() == "x")
+    assert list(level.get_ydata()) == [0.8, 0.8] and list(cross.get_xdata()) == [2]
+    assert list(thick.get_xdata()) == [1, 2]  # not before the first round, and as long as both run
+
+
 def test_nothing_of_a_run_is_left_for_a_later_version_to_take_up(tmp_path):
     play.play(table(Cell("a", "x", small())), tmp_path / "found.json", tmp_path / "runs", 1)
     assert not list((tmp_path / "runs").glob("*/seed-0"))

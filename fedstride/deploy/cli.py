@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import math
 import os
 import secrets
 import signal
@@ -14,6 +15,8 @@ import typer
 
 from fedstride import report, runs
 from fedstride.arguments import Items, description
+from fedstride.checkpoint import make_folder
+from fedstride.choices import FLEETS
 from fedstride.deploy import stack
 from fedstride.errors import FedstrideError
 from fedstride.experiment import Experiment
@@ -34,7 +37,8 @@ def local(items: Items = None, out: Home = Path("runs/deploy"), timeout: Timeout
     experiment = _experiment(items)
     clients = experiment.count
     if not clients:
-        raise FedstrideError("deploy local needs a partition with a number of clients, such as partition.clients=3")
+        slot = "data" if experiment.data.name in FLEETS else "partition"
+        raise FedstrideError(f"deploy local needs a number of clients, such as {slot}.clients=3")
 
     def started(running: stack.Stack) -> None:
         err.print(f"Flower's link is up, {clients} nodes start; what they say is in {out / 'flower-stack'}")
@@ -49,7 +53,7 @@ def server(
     clients: Annotated[int, typer.Option(min=1, help="How many clients to wait for.")],
     items: Items = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 9092,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 9092,
     keys: Keys = None, insecure: Insecure = False, out: Home = Path("runs/deploy"),
     timeout: Timeout = 600.0,
 ) -> None:  # fmt: skip
@@ -58,7 +62,7 @@ def server(
     guard(host, keys, insecure)
     words = f"waiting for {clients} clients; each runs: fedstride deploy client --server HOST:{port} --number K ..."
     link = stack.Stack(out / "flower-stack", clients, host, port, keys)
-    _serve(experiment, link, out, timeout, lambda running: err.print(words))
+    _serve(experiment, link, out, timeout, lambda running: err.print(words, soft_wrap=True))
 
 
 @app.command()
@@ -72,12 +76,17 @@ def client(
     keys: Keys = None, insecure: Insecure = False,
 ) -> None:  # fmt: skip
     """A client of a federation, until it is stopped. Without --data it takes its part of the experiment's data set."""
-    guard(server.rpartition(":")[0], keys, insecure)
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise FedstrideError(f"--server must be HOST:PORT, such as 192.168.1.10:9092, not {server!r}")
+    guard(host.strip("[]"), keys, insecure)
     if keys is not None and not (keys / f"node-{number}").exists():
         raise FedstrideError(f"{keys} has no node-{number}; `fedstride deploy keys` makes it where the server is")
     if data is not None and not data.exists():
         raise FedstrideError(f"there is no file {data}")
-    memory.mkdir(parents=True, exist_ok=True)
+    if data is not None and data.suffix not in (".npz", ".py"):
+        raise FedstrideError(f"--data must be an .npz file or a .py file, not {data}")
+    make_folder(memory)
     arguments = stack.node(server, number, memory.resolve(), data, keys)
     home = stack.environment(memory.resolve() / "flower")
     try:
@@ -118,6 +127,8 @@ def _serve(
     """Run it, and show what came of it."""
     from fedstride.deploy.server import deployable  # needs Flower
 
+    if not 0 < timeout < math.inf:
+        raise FedstrideError(f"--timeout must be a number of seconds above 0, not {timeout:g}")
     prepared = deployable(experiment)  # mistakes come out before anything starts
     study = Study(experiment)
     (plan,) = study.plans
@@ -162,7 +173,7 @@ def _name(folder: Path, experiment: Experiment) -> str:
         if Experiment.load(folder / "experiment.toml").dump() != experiment.dump():
             raise FedstrideError(f"{folder} holds another experiment; choose another folder with --out")
         return path.read_text()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     experiment.save(folder / "experiment.toml")
     path.write_text(secrets.token_hex(8))
     return path.read_text()

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from fedstride.checkpoint import make_folder
 from fedstride.errors import FedstrideError
 
 DAYS = 365
@@ -22,7 +23,7 @@ def write(folder: Path, clients: int, hosts: list[str]) -> None:
     """Make everything for so many nodes; `hosts` are the names and addresses by which nodes reach the server."""
     if (folder / "ca.crt").exists():
         raise FedstrideError(f"{folder} already holds keys; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     root = _certificate("fedstride authority", authority, "fedstride authority", authority, authority=True)
     own = _certificate("fedstride server", server, "fedstride authority", authority, hosts=hosts)

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from fedstride.checkpoint import make_folder
 from fedstride.errors import FedstrideError
 from fedstride.experiment import Experiment
 
@@ -98,7 +99,7 @@ class Stack:
 
     def __enter__(self) -> "Stack":
         home = self.folder / "flower"
-        home.mkdir(parents=True, exist_ok=True)
+        make_folder(home)
         self._check()
         here = f"{self._here}:{self.port}"
         trust = (

@@ -2,7 +2,9 @@
 
 import math
 import re
-from typing import NamedTuple
+import tomllib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from fedstride.runs import Record
 from fedstride.statistics import Comparison, Run, Summary, ToTarget, lower_is_better, to_target
 
 SURE = 0.05
+COMMON = ("data", "partition", "model", "loss", "rounds", "seconds", "world")  # what a comparison should not change
 
 
 class Cell(NamedTuple):
@@ -76,8 +79,8 @@ def pretty(said: str) -> str:
 
 
 def notices(groups: dict[str, list[Record]]) -> list[str]:
-    """Runs that did not end as asked, one sentence each."""
-    said = []
+    """Runs that did not end as asked, and what makes them hard to compare, one sentence each."""
+    said = [*_unlike(groups)]
     for status, what in (("diverged", "has no final value and is not averaged"),
                          ("unfinished", "is left out of all means; go on with it to have it counted")):  # fmt: skip
         for label, group in groups.items():
@@ -86,6 +89,28 @@ def notices(groups: dict[str, list[Record]]) -> list[str]:
                     verb = "diverged" if status == "diverged" else "is unfinished"
                     said.append(f"{label}, seed {record.seed}, {verb} at round {record.round}: it {what}.")
     return said
+
+
+def _unlike(groups: dict[str, list[Record]]) -> Iterator[str]:
+    """What should be the same for all and is not, but for what the labels tell: grids."""
+    fields = {label: [_fields(record) for record in group] for label, group in groups.items()}
+    for name in COMMON:
+        if any(f" {name}{mark}" in label for label in groups for mark in "=."):
+            continue
+        found: dict[str, list[str]] = {}
+        for label, experiments in fields.items():
+            for value in dict.fromkeys(str(one.get(name, "not set")) for one in experiments):
+                found.setdefault(value, []).append(label)
+        if len(found) > 1:
+            values = "; ".join(f"{value}: {', '.join(labels)}" for value, labels in found.items())
+            yield f"These runs differ in more than their methods, in {name} ({values})."
+
+
+def _fields(record: Record) -> dict[str, Any]:
+    try:
+        return tomllib.loads(record.experiment)
+    except tomllib.TOMLDecodeError:
+        return {}
 
 
 def headline(

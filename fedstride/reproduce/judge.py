@@ -85,13 +85,11 @@ def shown(found: Found, cell: Cell, measure: Measure) -> str:
     if len(good) < len(values):
         runs = found.best(cell)
         diverged = sum(run["status"] == "diverged" for run in runs)
-        short = [
-            run[measure.unit] for run in runs if run["values"][measure.name] is None and run["status"] != "diverged"
-        ]
+        late = [run for run in runs if run["values"][measure.name] is None and run["status"] != "diverged"]
         if math.isfinite(typical):
             text = measure.text(typical)
-        elif measure.unit and short:  # where those ended that did not reach the target
-            text = f"> {np.median(short):,.0f}"
+        elif measure.unit and late:  # where those ended that did not reach the target
+            text = f"> {np.median([run[measure.unit] for run in late]):,.0f}"
         else:
             text = measure.text(float(np.median(good))) if good else "diverged" if diverged else "none"
         notes = [f"{len(good)} of {len(values)} runs" if good else f"{len(values)} runs"]
