@@ -55,12 +55,13 @@ def trace(function: Callable, tensors: Sequence[Tensor], rows: Sequence[bool], s
 @contextmanager
 def _rules_only() -> Iterator[None]:
     """Without what `vmap` does for an operation it has no rule for: one call a client, of which there are many here."""
-    before = torch._C._functorch._is_vmap_fallback_enabled()
-    torch._C._functorch._set_vmap_fallback_enabled(False)
+    setting: Any = torch._C._functorch
+    before = setting._is_vmap_fallback_enabled()
+    setting._set_vmap_fallback_enabled(False)
     try:
         yield
     finally:
-        torch._C._functorch._set_vmap_fallback_enabled(before)
+        setting._set_vmap_fallback_enabled(before)
 
 
 def _free(traced: fx.GraphModule, size: int, row: int) -> None:
