@@ -123,6 +123,11 @@ class Algorithm:
         """Exchanges with the whole fleet before the first round."""
         return ()
 
+    def place(self, exchange: Exchange) -> int:
+        """Which of the exchanges it is: what travels instead of the exchange itself."""
+        names = [one.name for one in (self.prologue if exchange.insist else self.exchanges)]
+        return names.index(exchange.name)
+
     def init(self, x: Tensor, fleet: Fleet) -> Any:
         """Server state for the starting point; a NamedTuple with a field `x`."""
         return Params(x)

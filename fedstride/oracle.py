@@ -56,7 +56,7 @@ class Batch(NamedTuple):
 
 
 class Oracle:
-    """What both backends share: the loss of one row of parameters on one client's batch."""
+    """What all backends share: the loss of one row of parameters on one client's batch."""
 
     name = ""
 
@@ -271,8 +271,8 @@ def choose(backend: str, model: VectorModel, device: torch.device, cohort: int) 
     check(backend, device)
     if backend != "auto":
         return backend
-    if device.type != "cpu":
-        return "graph" if device.type == "cuda" else "vmap"
+    if device.type == "cuda":
+        return "graph"
     return "vmap" if cohort > 1 and not model.convolves else "sequential"
 
 

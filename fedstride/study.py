@@ -332,8 +332,6 @@ def _state(path: Path, experiment: Experiment) -> str:
             run["status"] == "finished"
             and (played >= mine["rounds"] or run["seconds"] >= mine.get("seconds", float("inf")))
         )
-    except FileNotFoundError:
-        over, played = False, 0
     except (OSError, ValueError, KeyError, TypeError):
         raise FedstrideError(f"{path / 'run.json'} is damaged; delete {path} to run it again") from None
     if played > mine["rounds"]:

@@ -118,8 +118,7 @@ class Begun(NamedTuple):
 class Together:
     """The place where runs meet; give it to each as its `backend`."""
 
-    def __init__(self, rows: int | None = None, backend: str | None = None):
-        self._rows = rows  # clients in one batch at most
+    def __init__(self, backend: str | None = None):
         self._backend = backend  # None: `compiled` on a GPU, elsewhere what `auto` chooses
         self._ready: deque[threading.Event] = deque()  # whose turn comes next; one run works at a time
         self._waiting: list[Waiting] = []
@@ -245,7 +244,7 @@ class Together:
             groups.setdefault((id(one.oracle), one.kind), []).append(one)
         for group in groups.values():
             oracle = group[0].oracle
-            for part in self._parts(group, self._rows or oracle.most(group[0].request)):
+            for part in self._parts(group, oracle.most(group[0].request)):
                 held: bool | BaseException
                 try:
                     held = oracle.descend_all([one.request for one in part])

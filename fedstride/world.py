@@ -31,7 +31,6 @@ class Costs(NamedTuple):
     latency: list[float]  # seconds until the client hears of a request
     step: list[float]  # seconds of one local step
     extra: list[int]  # steps' worth of full gradients beside the local ones
-    even: np.ndarray  # equal chances for everybody
     presence: Callable[[int, int, int, float], tuple[bool, float]]
 
     @property
@@ -78,8 +77,7 @@ class Pace:
         fleet = Jobs(ids, zeros, zeros, zeros, zeros, zeros, zeros)
         transfers = ((bytes_down, "down"), (bytes_up, "up"), (0.0, "down"))
         down, up, latency = (self.transfer(fleet, *what).tolist() for what in transfers)
-        even = np.full(count, 1 / count)
-        return Costs(down, up, latency, self._per_step.tolist(), extra.tolist(), even, self._presence)
+        return Costs(down, up, latency, self._per_step.tolist(), extra.tolist(), self._presence)
 
     def _presence(self, client: int, version: int, repeat: int, now: float) -> tuple[bool, float]:
         """Whether this job will come to something, and from when on the client is there: infinity if nobody knows."""

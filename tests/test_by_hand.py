@@ -203,7 +203,7 @@ def test_second_moments_by_hand():
 
 def costs(down, step, presence=lambda client, version, repeat, now: (True, now)):
     nothing = [0] * len(step)
-    return Costs(down, nothing, nothing, step, nothing, np.full(len(step), 1 / len(step)), presence)
+    return Costs(down, nothing, nothing, step, nothing, presence)
 
 
 def jobs_of(course, count):

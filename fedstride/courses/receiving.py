@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+import numpy as np
+
 from fedstride.clock import ARRIVAL, CLIENT, SERVER
 from fedstride.courses.base import Course, Job, Work, some
 from fedstride.errors import FedstrideError
@@ -146,8 +148,8 @@ class SendBuffersCourse(_Receiving):
     def publish(self, version: int) -> None:
         super().publish(version)
         self.asked.clear()  # who was away is left when all others' updates were refused: the server goes on without it
-        rng, weights = generator(self.seed, "cohort", version + 1), self.costs.even
-        cohort = Uniform(self.n, replacement=True).draw(rng, weights, version + 1)
+        rng, everybody = generator(self.seed, "cohort", version + 1), np.ones(len(self.taken))
+        cohort = Uniform(self.n, replacement=True).draw(rng, everybody, version + 1)
         self.draws = dict(zip(cohort.clients.tolist(), cohort.times.tolist()))
         self.missing = len(self.draws)
         requests: dict[float, list[int]] = {}

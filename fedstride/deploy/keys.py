@@ -17,6 +17,7 @@ from fedstride.checkpoint import make_folder
 from fedstride.errors import FedstrideError
 
 DAYS = 365
+AUTHORITY = "fedstride authority"
 
 
 def write(folder: Path, clients: int, hosts: list[str]) -> None:
@@ -25,8 +26,8 @@ def write(folder: Path, clients: int, hosts: list[str]) -> None:
         raise FedstrideError(f"{folder} already holds keys; choose another folder")
     make_folder(folder)
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    root = _certificate("fedstride authority", authority, "fedstride authority", authority, authority=True)
-    own = _certificate("fedstride server", server, "fedstride authority", authority, hosts=hosts)
+    root = _certificate(AUTHORITY, authority, authority, authority=True)
+    own = _certificate("fedstride server", server, authority, hosts=hosts)
     _secret(folder / "ca.key", _pem(authority))
     _secret(folder / "server.key", _pem(server))
     for name, certificate in (("ca.crt", root), ("server.crt", own)):
@@ -40,14 +41,14 @@ def write(folder: Path, clients: int, hosts: list[str]) -> None:
 
 
 def _certificate(
-    subject: str, key: ec.EllipticCurvePrivateKey, issuer: str, signer: ec.EllipticCurvePrivateKey,
+    subject: str, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey,
     authority: bool = False, hosts: list[str] | None = None,
 ) -> x509.Certificate:  # fmt: skip
     start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=5)  # clocks differ a little
     builder = (
         x509.CertificateBuilder()
         .subject_name(_name(subject))
-        .issuer_name(_name(issuer))
+        .issuer_name(_name(AUTHORITY))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(start)

@@ -220,11 +220,10 @@ class Network:
     def _push(self, exchange: Exchange, message: Any, job: Jobs, budget: float) -> bool:
         """Send one request; False: the node has just left."""
         stage = "prologue" if exchange.insist else "round"
-        names = [one.name for one in (self._method.prologue if exchange.insist else self._method.exchanges)]
         client = int(job.clients[0])
         header = {
             "run": self._run, "client": client, "version": int(job.versions[0]), "repeat": int(job.repeats[0]),
-            "stage": stage, "exchange": names.index(exchange.name), "target": int(job.targets[0]),
+            "stage": stage, "exchange": self._method.place(exchange), "target": int(job.targets[0]),
             "steps": int(job.steps[0]), "lr": float(job.lr[0]), "budget": budget, "fleet": self.plan.fleet.clients,
             "trains": exchange.name == "train", "accepted": self._accepted.get(client, ""),
             "durable": self._durable.get(client, ""),

@@ -24,7 +24,7 @@ from fedstride.sampling import Jobs, Sampler
 from fedstride.scale.pool import Pool
 from fedstride.scale.shelf import Place, Shelf, Stored, fetch, request, store
 from fedstride.scale.team import Team
-from fedstride.scale.worker import Brief, Part, Request, as_tensor, exchange_place, packed
+from fedstride.scale.worker import Brief, Part, Request, as_tensor, packed
 from fedstride.simulator import Content, Simulator, Trained
 
 
@@ -91,7 +91,7 @@ class Cluster(Simulator):
         self, exchange: Exchange, models: list[Any], starts: np.ndarray, jobs: Jobs, by_weight: bool, keep: bool
     ) -> tuple[list[tuple[np.ndarray, Part, list[Place]]], list[Place]]:
         """Let the workers train; returns their parts with the places of kept uploads, and everybody's new memory."""
-        place, homes = exchange_place(self._method, exchange), self.memories.places(jobs.clients)
+        place, homes = self._method.place(exchange), self.memories.places(jobs.clients)
         epochs = self._sampler.steps_per_epoch(jobs.clients)
         work = jobs.steps + self._extra * epochs if exchange.name == "train" else epochs
 

@@ -116,7 +116,7 @@ class Pool:
                 f"a worker cannot start: {str(error).strip().splitlines()[-1]}; fedstride must be installed on every "
                 "machine of the cluster"
             ) from None
-        self.machines = [machine for machine, _, _ in places]
+        self.machines = [machine for machine, _ in places]
         on = Counter(self.machines)
         self.neighbours = [on[machine] for machine in self.machines]
         self.sharing = [round(1 / share)] * count if share else self.neighbours

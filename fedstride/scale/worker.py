@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstride.algorithm import Algorithm, Exchange
+from fedstride.algorithm import Algorithm
 from fedstride.clients import Clients
 from fedstride.descent import Local
 from fedstride.losses import LossFunction
@@ -153,12 +153,11 @@ class Worker:
         self._oracle: Oracle
         self._chunk: int
 
-    def where(self) -> tuple[str, int, int]:
-        """Machine, process, GPUs."""
+    def where(self) -> tuple[str, int]:
+        """Machine and process."""
         import ray
 
-        context = ray.get_runtime_context()
-        return context.get_node_id(), os.getpid(), len(context.get_accelerator_ids().get("GPU", []))
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def sees(self, path: str) -> bool:
         """Whether this machine has the file."""
@@ -166,7 +165,6 @@ class Worker:
 
     def share_cores(self, neighbours: int) -> None:
         """A torch thread a core, the cores of the machine shared out among its workers."""
-        self._neighbours = neighbours
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
 
     def load(self, brief: Brief, neighbours: int, sharing: int) -> tuple[str, int]:
@@ -304,9 +302,3 @@ def _arrays(reduced: Reduced) -> Reduced:
     """With numpy arrays, which travel without being copied once more."""
     tables: Any = ({name: value.cpu().numpy() for name, value in part.items()} for part in reduced[2:])
     return Reduced(reduced.used, reduced.bytes, *tables)
-
-
-def exchange_place(method: Algorithm, exchange: Exchange) -> int:
-    """Which of its method's exchanges it is."""
-    names = [one.name for one in (method.prologue if exchange.insist else method.exchanges)]
-    return names.index(exchange.name)
