@@ -298,7 +298,7 @@ def build_oracle(
                 f"the {name} backend cannot take this model and loss: {str(error).splitlines()[0]}"
                 + ("" if name == "sequential" else "; use backend='sequential'")
             ) from None
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0][:120]
         warnings.warn(f"{name} cannot take this model and loss, `sequential` goes on: {reason}", stacklevel=3)
         oracle = oracles.make("sequential", vector, loss, each)
     return oracle
