@@ -137,11 +137,11 @@ def choice(slot: str) -> Any:
             if key not in allowed:
                 nothing = f"{slot} {name!r} has no options, but {key!r} is given"
                 raise ValueError(unknown(f"option of {slot} {name!r}:", key, list(allowed)) if allowed else nothing)
-            if isinstance(allowed[key], bool) != isinstance(given, bool) and isinstance(
-                allowed[key], (bool, int, float)
-            ):
-                right = "true or false" if isinstance(allowed[key], bool) else "a number"
-                raise ValueError(f"{key} of {slot} {name!r} must be {right}, not {given!r}")
+            if isinstance(allowed[key], (int, float)):
+                switch = isinstance(allowed[key], bool)
+                if switch != isinstance(given, bool) or isinstance(given, str):
+                    right = "true or false" if switch else "a number"
+                    raise ValueError(f"{key} of {slot} {name!r} must be {right}, not {given!r}")
         for key in needed:
             if key not in value:
                 raise ValueError(f"{slot} {name!r} needs {key}")

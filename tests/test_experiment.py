@@ -563,6 +563,7 @@ def test_float64_from_the_command_line(fedstride, tmp_path):
         (["run", "rounds=1", "data={name='svmlight', path=5}"], "svmlight"),
         (["run", "seed=99999999999999999999999"], "seed"),
         (["run", "rounds=true"], "rounds: must not be true"),
+        (["run", "method.server_lr=abc"], "server_lr of method 'fedavg' must be a number, not 'abc'"),
         (["run", "lr=true"], "lr: must not be true"),
         (["run", "metrics=sign_accuracy"], "the metric 'sign_accuracy' fails on the test data"),
         (["run", "seconds=1", "world.devices=0.1", "method=centralised"], "takes no virtual time"),

@@ -18,14 +18,14 @@ writes the page anew. In tables stands *ours / printed*: mean and 95 % interval 
 median and, in brackets, how many runs did not fail (or, where none succeeded, how many there are); for a way to a
 target also the ratio to the printed number. Scale "full" is the paper's setting, "cpu" a reduction that is stated; the
 first table counts every item at the largest scale that ran. An ordering is a pair of methods in one row that the paper
-puts in an order, by its numbers or its words; *sure* means that the interval of the difference over seeds leaves zero
-out, which a single seed cannot show; a run that did not arrive or diverged counts there as if it had needed twice the
-longest of the others, or had half the least. Claims that compare numbers compare medians, claims that a method reaches
-a target or does not ask it of every seed; claims about curves are judged at the sixty or so rounds that are kept. Items
-and claims marked *(ours)* are not in the papers and stand outside the first table. *Whole* means that every cell has a
-run at full scale; seeds that are missing are listed at the end. In pictures a thin line is a seed, ending where its run
-ended (at the target, after the last round, or with a cross where it diverged); the thick line is the mean as long as
-all seeds run, a dotted one the target.
+puts in an order, by its numbers or its words (where losses and accuracies are printed, one for each); *sure* means that
+the interval of the difference over seeds leaves zero out, which a single seed cannot show; a run that did not arrive or
+diverged counts there as if it had needed twice the longest of the others, or had half the least. Claims that compare
+numbers compare medians, claims that a method reaches a target or does not ask it of every seed; claims about curves are
+judged at the sixty or so rounds that are kept. Items and claims marked *(ours)* are not in the papers and stand outside
+the first table. *Whole* means that every cell has a run at full scale; seeds that are missing are listed at the end. In
+pictures a thin line is a seed, ending where its run ended (at the target, after the last round, or with a cross where
+it diverged); the thick line is the mean as long as all seeds run, a dotted one the target.
 """
 
 
