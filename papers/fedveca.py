@@ -295,9 +295,7 @@ def figure8(scale: str) -> Item:
             "In which direction A lies apart is not said in words: that it is rarely the least is our reading.",
         ),
         claims=(
-            Claim(
-                "client 4 or 5 has the least A in under 20 % of the rounds (it would be 40 % by chance)", apart, ours=True
-            ),
+            Claim("client 4 or 5 has the least A in under 20 % of the rounds (by chance: 40 %)", apart, ours=True),
         ),
     )  # fmt: skip
 
