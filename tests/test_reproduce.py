@@ -127,6 +127,7 @@ def test_cells_with_the_same_experiment_do_not_meet_in_one_folder(gpu, tmp_path,
 @pytest.mark.slow
 def test_a_single_missing_run_is_compiled_too_where_several_would_be(tmp_path, monkeypatch):
     monkeypatch.setattr(play, "able", lambda runs: True)  # as on a GPU
+    monkeypatch.setattr(play, "Together", lambda: fs.Together(backend="compiled"))
     item = table(Cell("a", "FedAvg", small()))
     (run,) = play.play(item, tmp_path / "found.json", tmp_path / "runs", 1).runs
     assert run["made"]["backend"] == "compiled"
