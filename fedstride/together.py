@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 RUNS = 16  # side by side, at most
 FILLED = 256  # clients in one batch on a GPU; more hardly make it quicker, and all runs end later
+CROWD = 50  # clients of one run on a CPU; of more, several runs take longer side by side (docs/performance.md)
 BUSY = 0.9  # share of the time that a GPU steps; with less, the runs are halved
 
 
@@ -62,7 +63,8 @@ def able(experiment: "Experiment") -> bool:
     if device != "cpu" or experiment.backend not in ("auto", "vmap") or not experiment.reads_data:
         return False
     network = _network(experiment)
-    return network.batched and network.fleets > 1 and network.most >= 2 * (experiment.cohort or 1)
+    cohort = experiment.cohort or 1
+    return network.batched and network.fleets > 1 and cohort <= CROWD and network.most >= 2 * cohort
 
 
 def several(experiments: "Iterable[Experiment]") -> int:

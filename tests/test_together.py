@@ -221,7 +221,7 @@ def test_so_many_runs_as_fill_a_batch(clients, participation, number, monkeypatc
 
 @pytest.mark.parametrize(
     "clients, hidden, batch, number",
-    [(10, 50, 32, 16), (300, 50, 32, 3), (700, 50, 32, 1), (10, 1000, 32, 5), (10, 40_000, 32, 1), (10, 50, 8192, 1)],
+    [(10, 50, 32, 16), (50, 50, 32, 16), (51, 50, 32, 1), (10, 1000, 32, 5), (10, 40_000, 32, 1), (10, 50, 8192, 1)],
 )
 def test_so_many_runs_as_a_cpu_keeps_the_memory_of(clients, hidden, batch, number):
     """The model has 75 numbers for every hidden unit, an example 64."""
