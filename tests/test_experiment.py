@@ -145,7 +145,7 @@ def test_fleets_that_come_partitioned():
         ({"metod": "fedavg"}, "unknown key 'metod'; did you mean 'method'"),
         ({"method": "fedagv"}, "did you mean 'fedavg'"),
         ({"method": {"name": "fedprox", "nu": 1}}, "unknown option of method 'fedprox': 'nu'. Choose from mu"),
-        ({"method": {"name": "fedprox", "mu": "x"}}, "mu must be a number"),
+        ({"method": {"name": "fedprox", "mu": "x"}}, "mu of method 'fedprox' must be a number"),
         ({"method": {}}, "method"),
         ({"partition": {"name": "dirichlet", "clients": 20}}, "partition 'dirichlet' needs alpha"),
         ({"partition": {"name": "iid", "clients": 0}}, "clients must be a whole number from 1, not 0"),
