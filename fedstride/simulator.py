@@ -106,7 +106,7 @@ class Simulator:
             if deadline.late == "drop":
                 done = np.where(late, 0, done)
             whole = len(done) == len(self._sampler.clients)
-            if deadline.late == "drop" and whole and not done.any() and not self.trained:  # later steps may be more
+            if deadline.late == "drop" and whole and not done.any() and not self.trained:  # else steps differ by round
                 raise FedstrideError(
                     f"at virtual second {self.now:g} no client of the fleet can finish its steps within the deadline "
                     f"of {cut:g} s; give more time, fewer steps, or late='cut'"
